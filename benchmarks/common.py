@@ -35,7 +35,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def memory_bytes(kind: str, process: str = "self") -> int:
-    """Memory of a process on Linux: `VmRSS`, `VmHWM` (its peak), `RssAnon` (without mapped files); 0 for a process that has none."""
+    """Memory of a process on Linux: `VmRSS`, `VmHWM` (its peak), `RssAnon` (without mapped files); 0 for a process that
+    has none."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
 
@@ -103,7 +104,8 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
 
 
 def model_parser(about: str) -> argparse.ArgumentParser:
-    """A parser for measurements of a trained model: the model or the word `summary`, a folder for the figures, `--minutes`."""
+    """A parser for measurements of a trained model: the model or the word `summary`, a folder for the figures,
+    `--minutes`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="the model, or the word summary")
     parser.add_argument("--output", type=Path, required=True, help="folder of the figures")

@@ -1,4 +1,5 @@
-"""Cases in processes of their own, each with a time limit. Figures are printed and written as they come, so a cut run keeps them."""
+"""Cases in processes of their own, each with a time limit. Figures are printed and written as they come, so a cut run
+keeps them."""
 
 import contextlib
 import json
@@ -44,8 +45,8 @@ def selected(cases: Mapping[str, Case], parts: Sequence[str]) -> dict[str, Case]
 def run_cases(cases: Mapping[str, Case], file: Path, limit: Budget, about: Figures) -> int:
     """Run cases in order until the time is up; return 1 if one failed.
 
-    A case that lacks its package, memory or input is skipped with the reason. One that takes too long is ended, and keeps the figures
-    that it has.
+    A case that lacks its package, memory or input is skipped with the reason. One that takes too long is ended, and
+    keeps the figures that it has.
 
     Args:
         cases: by name, the most important first.
@@ -82,7 +83,8 @@ def run_cases(cases: Mapping[str, Case], file: Path, limit: Budget, about: Figur
 
 
 def _forks() -> ForkServerContext:
-    """Processes as forks of one that has already imported the modules of this one: importing torch takes seconds for every case."""
+    """Processes as forks of one that has already imported the modules of this one: importing torch takes seconds for
+    every case."""
     context = multiprocessing.get_context("forkserver")
     ours = [name for name in sys.modules if name.startswith(("benchmarks.", "indexing.", "pipelines.", "retro."))]
     context.set_forkserver_preload(["torch._dynamo", *ours])

@@ -1,4 +1,5 @@
-"""Device guards of PyTorch's C++ code, for fake tensors on a device that this machine lacks. Benchmarks and tests use them."""
+"""Device guards of PyTorch's C++ code, for fake tensors on a device that this machine lacks. Benchmarks and tests use
+them."""
 
 import contextlib
 import ctypes

@@ -1,9 +1,11 @@
-"""Pages of the site for settings and commands, made from the dataclasses. MkDocs calls `on_files` when it builds the site.
+"""Pages of the site for settings and commands, made from the dataclasses. MkDocs calls `on_files` when it builds the
+site.
 
     Config, section by section ─► reference/settings.md, settings/*.md
     VERBS, verb by verb        ─► reference/commands.md, commands/*.md
 
-An entry is a field's name, type, default and docstring, so a new field needs no edit here. A new section needs a row in `SETTINGS_PAGES`.
+An entry is a field's name, type, default and docstring, so a new field needs no edit here. A new section needs a row in
+`SETTINGS_PAGES`.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Record the page of `retro serve` as an animation: the passage that it opens with, and what the model copies from neighbors.
+"""Record the page of `retro serve` as an animation: the passage that it opens with, and what the model copies from
+neighbors.
 
     retro serve retro-demo/datastore --checkpoint retro-demo/retro
     python -m docs.record_page http://127.0.0.1:8080 docs/where-it-helps.gif

@@ -1,4 +1,5 @@
-"""Notebooks of docs/ as pages of the site (a hook of MkDocs): a notebook is Markdown, code, and the outputs stored in it.
+"""Notebooks of docs/ as pages of the site (a hook of MkDocs): a notebook is Markdown, code, and the outputs stored in
+it.
 
 Building the site runs no cell and needs no package: mkdocs-jupyter would bring 37 of them.
 """

@@ -59,8 +59,8 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
 
     A single item runs on this thread: starting another one takes longer than the search of a single query.
 
-    Torch uses one thread per call, so results do not depend on the number of threads: kernels that divide one product among
-    threads round differently for another number of threads.
+    Torch uses one thread per call, so results do not depend on the number of threads: kernels that divide one product
+    among threads round differently for another number of threads.
 
     Args:
         workers: threads; None = torch's default number.
@@ -84,7 +84,8 @@ def for_each(function: Callable[[T], object], items: Sequence[T], workers: int |
     For the few queries of a server, starting threads would take longer than the work.
 
     Args:
-        function: called with each item. What it calls of other libraries uses one thread, unless it runs on this thread.
+        function: called with each item. What it calls of other libraries uses one thread, unless it runs on this
+            thread.
         items: the items.
         workers: threads; None = torch's default number.
     """
@@ -98,12 +99,12 @@ def for_each(function: Callable[[T], object], items: Sequence[T], workers: int |
 
 @functools.cache
 def compiled(function: Callable[..., R]) -> Callable[..., R]:
-    """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a second, more for functions
-    that call others, and the file system keeps the result for later processes.
+    """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a
+    second, more for functions that call others, and the file system keeps the result for later processes.
 
-    Floats are rounded as written, so all processors give the same results. The function releases the GIL, does not check indexes, and
-    calls only functions of its own file. Constants keep their values: who changes one in another file has to change the function's file
-    too, since the kept result is that of the file.
+    Floats are rounded as written, so all processors give the same results. The function releases the GIL, does not
+    check indexes, and calls only functions of its own file. Constants keep their values: who changes one in another
+    file has to change the function's file too, since the kept result is that of the file.
 
     Indexes that come from a file are checked before the call, or by the function: a wrong one ends the process.
     """
@@ -121,7 +122,7 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
     return dispatcher
 
 
-_KEPT: dict[Callable[..., Any], bool] = {}
+_KEPT: dict[Callable[..., object], bool] = {}
 """Functions of `compiled`, and whether the file system keeps the results."""
 
 
@@ -185,10 +186,11 @@ def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> I
 
 
 def choose_blas_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Let OpenBLAS multiply with all vector instructions of an Intel processor. Call it before numpy and Faiss are imported.
+    """Let OpenBLAS multiply with all vector instructions of an Intel processor. Call it before numpy and Faiss are
+    imported.
 
-    Their wheels bring OpenBLAS of 2021 and 2023. It takes an Intel server that it does not know for a processor of 2004 (OpenBLAS, pull
-    requests 3485 and 4268), and k-means takes five times as long (docs/results/speed.md).
+    Their wheels bring OpenBLAS of 2021 and 2023. It takes an Intel server that it does not know for a processor of 2004
+    (OpenBLAS, pull requests 3485 and 4268), and k-means takes five times as long (docs/results/speed.md).
 
     Args:
         cpuinfo: Linux's description of the processor; nothing is done where it is missing.
@@ -220,8 +222,8 @@ def has_bfloat16(device: str) -> bool:
 def onednn_has_bfloat16() -> bool:
     """True if oneDNN, which multiplies matrices for PyTorch on a CPU, has kernels in bfloat16 for this one.
 
-    They need AVX512 or AVX-NE-CONVERT, and `ONEDNN_MAX_CPU_ISA` can forbid these. Functions for such products exist in PyTorch
-    on every CPU, and raise RuntimeError without the kernels.
+    They need AVX512 or AVX-NE-CONVERT, and `ONEDNN_MAX_CPU_ISA` can forbid these. Functions for such products exist in
+    PyTorch on every CPU, and raise RuntimeError without the kernels.
     """
     import torch
 
@@ -231,9 +233,9 @@ def onednn_has_bfloat16() -> bool:
 def keep_freed_memory() -> None:
     """Let this process keep and reuse the memory of freed CPU tensors.
 
-    glibc returns every large block to the kernel at once, and requests a new one, page fault by page fault, for the next tensor.
-    That takes a fifth of a training step (docs/explanation/training-step.md) and a tenth of a search. With another C library this
-    function has no effect.
+    glibc returns every large block to the kernel at once, and requests a new one, page fault by page fault, for the
+    next tensor. That takes a fifth of a training step (docs/explanation/training-step.md) and a tenth of a search. With
+    another C library this function has no effect.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")

@@ -32,8 +32,8 @@ STATUS = 15
 
 
 def status(message: str, *arguments: object) -> None:
-    """Log the state of running work, until the next one. The command line shows it with the progress of the work instead of on its own
-    line."""
+    """Log the state of running work, until the next one. The command line shows it with the progress of the work
+    instead of on its own line."""
     log.log(STATUS, message, *arguments)
 
 
@@ -48,7 +48,8 @@ def during(message: str, *arguments: object) -> Iterator[None]:
 
 
 class Progress(Protocol):
-    """Shows long work while a block runs. The block receives the function to call with the number of units just finished."""
+    """Shows long work while a block runs. The block receives the function to call with the number of units just
+    finished."""
 
     def __call__(self, name: str, *, total: int | None, unit: str) -> contextlib.AbstractContextManager[Advance]:
         """Begin to show work: its name, its number of units (None = unknown), and their plural name."""

@@ -9,7 +9,8 @@ _Bits = TypeVar("_Bits", int, np.ndarray)
 
 
 def mix(value: _Bits) -> _Bits:
-    """One step of SplitMix64: an integer or a uint64 array → a value in which every bit depends on all bits of the input."""
+    """One step of SplitMix64: an integer or a uint64 array → a value in which every bit depends on all bits of the
+    input."""
     return finalize((value + 0x9E3779B97F4A7C15) & _MASK64)
 
 

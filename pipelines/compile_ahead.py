@@ -1,7 +1,7 @@
 """`python -m pipelines.compile_ahead`: compile all loops that `retro serve` needs, into `NUMBA_CACHE_DIR`.
 
-A container image is built with it. It indexes some files of Python's library, trains a tiny model for a step, and starts
-a server with both: the server is ready after it has used everything once.
+A container image is built with it. It indexes some files of Python's library, trains a tiny model for a step, and
+starts a server with both: the server is ready after it has used everything once.
 """
 
 import email

@@ -57,16 +57,17 @@ REMOVED = {
 
 @settings
 class Config:
-    """Settings of a datastore, a training run and evaluations. One TOML file holds them for all verbs, and an option overrides its key."""
+    """Settings of a datastore, a training run and evaluations. One TOML file holds them for all verbs, and an option
+    overrides its key."""
 
     removed: ClassVar[Mapping[str, str]] = REMOVED
 
     datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
     skip_stages: tuple[Literal["suffixes", "votes"], ...] = ()
-    """Stages of `retro index` to leave out; by name, `--stage` still runs them. `votes` (about 9 bytes for each token) is read by
-    the training of models that copy from the whole datastore, `suffixes` (8 to 10 bytes) by their generation, by `votes` and by
-    `retro trace`."""
+    """Stages of `retro index` to leave out; by name, `--stage` still runs them. `votes` (about 9 bytes for each token)
+    is read by the training of models that copy from the whole datastore, `suffixes` (8 to 10 bytes) by their
+    generation, by `votes` and by `retro trace`."""
     run: Location = Path("run")
     """Folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)

@@ -1,4 +1,5 @@
-"""`python -m pipelines.index CONFIG …`: `retro index` as a module, for `ray job submit -- python -m pipelines.index CONFIG`."""
+"""`python -m pipelines.index CONFIG …`: `retro index` as a module, for
+`ray job submit -- python -m pipelines.index CONFIG`."""
 
 import sys
 

@@ -1,6 +1,7 @@
 """Layer 2: the model, batches, trainer, evaluation and generation (imports neither faiss nor ray).
 
-Three public names, described in docs/reference/python-api.md. They are imported on first use, so that `import retro` loads nothing else.
+Three public names, described in docs/reference/python-api.md. They are imported on first use, so that `import retro`
+loads nothing else.
 """
 
 from typing import TYPE_CHECKING

@@ -24,8 +24,8 @@ log = logging.getLogger("retro")
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WORTH_COMPILING = 1e15
-"""FLOPs of a run on a CPU from which compilation pays. It takes one to four minutes and then saves 10% to 25% of each step
-(docs/results/speed.md). So many FLOPs take two cores half an hour to two hours."""
+"""FLOPs of a run on a CPU from which compilation pays. It takes one to four minutes and then saves 10% to 25% of each
+step (docs/results/speed.md). So many FLOPs take two cores half an hour to two hours."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Placement:
         return self.device.type == "cuda"
 
     def num_workers(self, wanted: int) -> int:
-        """Number of processes that prepare batches: `wanted`, or for -1 two on CUDA and none on a CPU, where batches are cheap."""
+        """Number of processes that prepare batches: `wanted`, or for -1 two on CUDA and none on a CPU, where batches
+        are cheap."""
         return wanted if wanted >= 0 else 2 if self.device.type == "cuda" else 0
 
     def compiles(self, choice: str, flops: float = 0.0) -> bool:
@@ -99,9 +100,9 @@ class Placement:
 def choose_placement(device: str, precision: Precision) -> Placement:
     """Resolve device and precision.
 
-    Device `auto` is CUDA if available. Precision `auto` is bfloat16 on hardware with bfloat16 matrix products, which includes
-    CPUs with AMX or AVX512-BF16, and float32 elsewhere. On CUDA this also sets for the process whether float32 products use
-    TensorFloat-32, and which kernels compute attention.
+    Device `auto` is CUDA if available. Precision `auto` is bfloat16 on hardware with bfloat16 matrix products, which
+    includes CPUs with AMX or AVX512-BF16, and float32 elsewhere. On CUDA this also sets for the process whether float32
+    products use TensorFloat-32, and which kernels compute attention.
 
     Raises:
         InputError: the machine has no CUDA device, or the device has no TensorFloat-32, and the settings name one.
@@ -125,11 +126,12 @@ def choose_placement(device: str, precision: Precision) -> Placement:
 
 
 def choose_attention_kernels() -> None:
-    """Disable cuDNN's kernels of `scaled_dot_product_attention` in this process; flash, memory-efficient and math remain.
+    """Disable cuDNN's kernels of `scaled_dot_product_attention` in this process; flash, memory-efficient and math
+    remain.
 
-    On H100 and H200, PyTorch 2.11 and later prefer cuDNN. It builds a plan for every new shape, which takes 0.1 to 1 s, and
-    never frees one; a server receives new lengths all the time. With a mask, its gradients can be NaN if the number of keys
-    modulo 128 is 64, as for neighbors of chunks of 32 tokens (pytorch/pytorch#196678).
+    On H100 and H200, PyTorch 2.11 and later prefer cuDNN. It builds a plan for every new shape, which takes 0.1 to 1 s,
+    and never frees one; a server receives new lengths all the time. With a mask, its gradients can be NaN if the number
+    of keys modulo 128 is 64, as for neighbors of chunks of 32 tokens (pytorch/pytorch#196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -156,8 +158,8 @@ def choose_training_placement(device: str, precision: Precision) -> Placement:
 def choose_inference_placement(device: str, precision: Precision) -> Placement:
     """Resolve device and precision for a trained model: like `choose_placement`, except for two cases.
 
-    Without TensorFloat-32, tf32 is float32. On a CPU, weights are float16 unless the precision is float32, and float16 concerns
-    nothing else.
+    Without TensorFloat-32, tf32 is float32. On a CPU, weights are float16 unless the precision is float32, and float16
+    concerns nothing else.
     """
     on_cpu = resolve(device) == "cpu"
     if precision == "tf32" and not _has_tf32(resolve(device)):
@@ -173,7 +175,8 @@ def _has_tf32(device: str) -> bool:
 
 
 def start_copy(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Begin to copy values [n] to the host. The returned function waits for the copy, not for later work of the device."""
+    """Begin to copy values [n] to the host. The returned function waits for the copy, not for later work of the
+    device."""
     if values.device.type == "cpu":
         return values.tolist
     copied = torch.cuda.Event()

@@ -47,8 +47,8 @@ def _setting(
     Args:
         default: its default.
         size: whether a preset decides it.
-        with_base: what the preset `base` does with it. `decoder`: it is the base's; `retrieval`: it may be set, else it is the
-            base's or the usual one; `switch`: it may be switched on; `free`: it may be set.
+        with_base: what the preset `base` does with it. `decoder`: it is the base's; `retrieval`: it may be set, else it
+            is the base's or the usual one; `switch`: it may be switched on; `free`: it may be set.
         changes_function: whether the same weights compute something else with another value.
         used: whether it has an effect in a model with these settings.
         is_key: whether a user can set it; otherwise only the file of a model does.
@@ -81,8 +81,8 @@ class AttentionSettings(_Section):
     num_heads: PositiveInt = _setting(4, size=True, changes_function=True)
     """Heads of every attention in the decoder, chunked cross-attention included."""
     num_kv_heads: NonNegativeInt = _setting(0)
-    """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries (grouped-query attention: generation
-    caches less). 0 = num_heads. The encoder, which caches nothing, has no such option."""
+    """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries (grouped-query attention:
+    generation caches less). 0 = num_heads. The encoder, which caches nothing, has no such option."""
     head_dim: PositiveInt = _setting(64, size=True)
     """Features of a head. The width of attention is num_heads * head_dim, independent of d_model."""
     bias: Biases = _setting("none", changes_function=True)
@@ -92,18 +92,20 @@ class AttentionSettings(_Section):
     sliding_window: NonNegativeInt = _setting(0, changes_function=True)
     """Number of tokens that a token sees in self-attention, including itself; 0 = all preceding tokens."""
     positions: PositionScheme = _setting("rope", changes_function=True)
-    """Relative positions: `rope` (rotary), `alibi` (scores fall with distance) or `transformer-xl` as in the paper (slower, more
-    parameters). Absolute positions: `learned`."""
+    """Relative positions: `rope` (rotary), `alibi` (scores fall with distance) or `transformer-xl` as in the paper
+    (slower, more parameters). Absolute positions: `learned`."""
     max_positions: PositiveInt = _setting(2048, used=lambda model: model.attention.positions == "learned")
     """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
     smeared_tokens: NonNegativeInt = _setting(0)
-    """Number of preceding tokens that self-attention mixes into each key, with learned weights per head; 0 = none. Queries mix in as
-    many tokens, including their own, and attention begins by copying, so one head can find what followed several tokens. At most
-    `chunk_length`. Not in the paper; small models gain 0.9% to 2.0% with 3 (docs/results/retrieval-gain.md)."""
+    """Number of preceding tokens that self-attention mixes into each key, with learned weights per head; 0 = none.
+    Queries mix in as many tokens, including their own, and attention begins by copying, so one head can find what
+    followed several tokens. At most `chunk_length`. Not in the paper; small models gain 0.9% to 2.0% with 3
+    (docs/results/retrieval-gain.md)."""
 
     prefix_tokens: NonNegativeInt = _setting(0, with_base="switch")
-    """Number of learned keys and values of each layer that every token reads in self-attention, before its document; 0 = none.
-    Prefix tuning (Li & Liang 2021) trains only these: `preset = "base"` and `train.weights = "none"`. Not in the paper."""
+    """Number of learned keys and values of each layer that every token reads in self-attention, before its document;
+    0 = none. Prefix tuning (Li & Liang 2021) trains only these: `preset = "base"` and `train.weights = "none"`. Not in
+    the paper."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.kv_heads:
@@ -130,8 +132,8 @@ class RopeSettings(_Section):
     partial_rotary_factor: PositiveFraction = _setting(1.0, changes_function=True)
     """Fraction of the features of a head that are rotated, the first ones. The others carry no position (GPT-NeoX)."""
     scaling: RopeScaling = _setting("none", changes_function=True)
-    """Rotate more slowly, so that longer sequences span the angles seen in training: all pairs (`linear`), or only slow ones
-    (`llama3`)."""
+    """Rotate more slowly, so that longer sequences span the angles seen in training: all pairs (`linear`), or only slow
+    ones (`llama3`)."""
     factor: PositiveFloat = _setting(1.0, changes_function=True, used=lambda model: model.rope.scaling != "none")
     """Factor by which these features turn more slowly."""
     low_freq_factor: PositiveFloat = _setting(1.0, changes_function=True, used=_is_llama3, is_key=False)
@@ -168,7 +170,8 @@ class EncoderSettings(_Section):
     num_layers: PositiveInt = _setting(2, size=True, with_base="retrieval")
     """Number of layers."""
     cca_layers: tuple[int, ...] = _setting((1,), size=True, with_base="retrieval")
-    """Encoder layers that attend to the querying chunk, counted from 1. Empty = neighbors are encoded independently of it."""
+    """Encoder layers that attend to the querying chunk, counted from 1. Empty = neighbors are encoded independently of
+    it."""
 
     @staticmethod
     def used(model: "ModelSettings") -> bool:
@@ -183,10 +186,10 @@ class RetrievalSettings(_Section):
     key: ClassVar = "model.retrieval"
 
     reader: Literal["", "encoder", "decoder"] = _setting("", with_base="switch")
-    """`encoder`: the paper's encoder and chunked cross-attention in `cca_layers`. `decoder`: the decoder encodes each neighbor
-    alone, and its self-attention reads them in all layers. It has no parameters, so it needs no training
-    (docs/results/retrieval-gain.md). It needs `attention.positions = "rope"`. Empty = `encoder`; with the preset `base`, as
-    in the checkpoint."""
+    """`encoder`: the paper's encoder and chunked cross-attention in `cca_layers`. `decoder`: the decoder encodes each
+    neighbor alone, and its self-attention reads them in all layers. It has no parameters, so it needs no training
+    (docs/results/retrieval-gain.md). It needs `attention.positions = "rope"`. Empty = `encoder`; with the preset
+    `base`, as in the checkpoint."""
     cca_layers: tuple[int, ...] = _setting((3, 6), size=True, with_base="retrieval")
     """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
     positions: Literal["", PositionScheme] = _setting("", changes_function=True, used=EncoderSettings.used)
@@ -195,7 +198,8 @@ class RetrievalSettings(_Section):
 
 @settings
 class CopyHeadSettings(_Section):
-    """Copying: the prediction is a mixture of the vocabulary's and of tokens that followed the same text before. Not in the paper."""
+    """Copying: the prediction is a mixture of the vocabulary's and of tokens that followed the same text before. Not in
+    the paper."""
 
     key: ClassVar = "model.copy_head"
 
@@ -203,13 +207,13 @@ class CopyHeadSettings(_Section):
     """Copy from the preceding tokens of the same document. A baseline can have it too, which keeps a comparison fair.
     "None" = as `neighbors`."""
     neighbors: bool | None = _setting(None, with_base="switch")
-    """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention. "None" = true for a model with
-    chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
-    the checkpoint."""
+    """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention. "None" = true for a
+    model with chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the
+    preset `base`, as in the checkpoint."""
     datastore: bool | None = _setting(None, with_base="switch")
-    """Copy what followed the last tokens of the text in the whole datastore, searched at every token. Training needs the stage
-    `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset
-    `base`, as in the checkpoint."""
+    """Copy what followed the last tokens of the text in the whole datastore, searched at every token. Training needs
+    the stage `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as
+    `neighbors`; with the preset `base`, as in the checkpoint."""
 
     @property
     def names(self) -> tuple[SourceName, ...]:
@@ -237,8 +241,8 @@ class ExpertSettings(_Section):
     per_token: PositiveInt = _setting(2, used=_has_experts)
     """Experts that each token is sent to."""
     capacity_factor: PositiveFloat = _setting(1.25, with_base="free", used=_has_experts)
-    """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are dropped. No
-    token is dropped with num_experts / per_token or more, nor in evaluation."""
+    """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are
+    dropped. No token is dropped with num_experts / per_token or more, nor in evaluation."""
     balance_loss_weight: NonNegativeFloat = _setting(0.01, with_base="free", used=_has_experts)
     """Weight of the loss that balances the load of experts (Switch Transformer; docs/results/what-did-not-work.md)."""
 
@@ -256,11 +260,11 @@ class ModelSettings(_Section):
     key: ClassVar = "model"
 
     preset: Preset = _setting("", with_base="free")
-    """Name of a row in `retro/model/presets.py` that sets all sizes: `tiny` to `7.5b`. The last four are the paper's, without a
-    copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`.
-    `[model.encoder]` and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has
-    none, every third layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of
-    the decoder's width, up to 896."""
+    """Name of a row in `retro/model/presets.py` that sets all sizes: `tiny` to `7.5b`. The last four are the paper's,
+    without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint named by
+    `train.init_from`. `[model.encoder]` and `retrieval.cca_layers` may be set with it. Left at their defaults, they are
+    the checkpoint's. If it has none, every third layer from 6 has cross-attention (with fewer than 12 layers, every
+    second), and the encoder has two layers of the decoder's width, up to 896."""
     vocab_size: NonNegativeInt = _setting(0)
     """Rows of the embedding tables; 0 = the size of the datastore's vocabulary."""
     d_model: PositiveInt = _setting(256, size=True)
@@ -272,23 +276,25 @@ class ModelSettings(_Section):
     chunk_length: NonNegativeInt = _setting(0, with_base="free", is_key=False)
     """Tokens of a chunk (m); 0 = the datastore's."""
     activation: Activation = _setting("gelu", changes_function=True)
-    """Activation of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`.
-    `gelu-tanh` is GPT-2's approximation of `gelu`."""
+    """Activation of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as
+    `gelu`. `gelu-tanh` is GPT-2's approximation of `gelu`."""
     norm: Norm = _setting("rms", changes_function=True)
-    """Norms of the decoder's self-attention and feed-forward blocks: RMSNorm, or LayerNorm with gains and biases. Encoder and
-    cross-attention use RMSNorm."""
+    """Norms of the decoder's self-attention and feed-forward blocks: RMSNorm, or LayerNorm with gains and biases.
+    Encoder and cross-attention use RMSNorm."""
     norm_eps: PositiveFloat = _setting(1e-6, changes_function=True, is_key=False)
     """Epsilon of these norms and of the `qk_norm` of self-attention."""
     feed_forward_bias: bool = _setting(False, changes_function=True)
     """Biases of the decoder's feed-forward blocks."""
     parallel_residual: bool = _setting(False, changes_function=True)
-    """Let the feed-forward block of a layer read the input of the layer's self-attention instead of its output (GPT-NeoX).
-    Chunked cross-attention still follows self-attention; the feed-forward block of the same layer does not read its output."""
+    """Let the feed-forward block of a layer read the input of the layer's self-attention instead of its output
+    (GPT-NeoX). Chunked cross-attention still follows self-attention; the feed-forward block of the same layer does not
+    read its output."""
     scaled_embeddings: bool = _setting(True, changes_function=True)
     """Multiply embeddings by sqrt(d_model) where they enter the residual stream."""
     init: Initialization = _setting("depth-scaled", changes_function=True)
-    """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition, sizes and
-    learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one (docs/results/what-did-not-work.md)."""
+    """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition,
+    sizes and learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one
+    (docs/results/what-did-not-work.md)."""
     mup_base_width: PositiveInt = _setting(256, changes_function=True, used=lambda model: model.init == "mup")
     """With `mup`, a matrix with n inputs learns at `train.lr` * mup_base_width / n."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = _setting(0.0, with_base="free")
@@ -296,7 +302,8 @@ class ModelSettings(_Section):
     tied_embeddings: bool = _setting(True)
     """Use the decoder's embedding table as its output layer too."""
     shared_embeddings: bool = _setting(False, with_base="switch")
-    """Let the encoder read the decoder's embedding table through a projection, instead of its own table as in the paper."""
+    """Let the encoder read the decoder's embedding table through a projection, instead of its own table as in the
+    paper."""
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
@@ -399,7 +406,8 @@ class ModelSettings(_Section):
             self.experts.refuse("every", f"a number from 1 to model.num_layers = {self.num_layers}")
 
     def _check_reader(self) -> None:
-        """Refuse the decoder as reader where its keys cannot be placed before the text, or not without the text's tokens."""
+        """Refuse the decoder as reader where its keys cannot be placed before the text, or not without the text's
+        tokens."""
         if not self.decoder_reads:
             return
         reads = "with model.retrieval.reader = 'decoder'"
@@ -468,12 +476,14 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
 
 
 def keys_with(role: str, *values: Any) -> set[str]:
-    """Keys of the settings whose metadata have one of some values, `keys_with("with_base", "free")`; True by default."""
+    """Keys of the settings whose metadata have one of some values, `keys_with("with_base", "free")`; True by
+    default."""
     return {key for key, leaf in _FIELDS.items() if leaf.metadata[role] in (values or (True,))}
 
 
 def keys_without_effect(settings: ModelSettings) -> set[str]:
-    """Keys of the settings that change nothing, given the others: RoPE's parameters with other positions, for example."""
+    """Keys of the settings that change nothing, given the others: RoPE's parameters with other positions, for
+    example."""
     sections = {name for name, kind in _SECTIONS.items() if not kind.used(settings)}
     return {
         key for key, leaf in _FIELDS.items() if key.split(".")[0] in sections or not leaf.metadata["used"](settings)

@@ -4,9 +4,10 @@
     retro index CONFIG                                        # once for each datastore, with its votes
     python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/copying/weights.safetensors
 
-One set of networks for all of them, so that it fits other text and other models. Models that have read little text teach it that an unsure model
-gains more from a copy. Sources are left out at random, token by token, since not every model has all of them. No held-out document is
-read. A fifth of the sequences of each datastore is not fitted to, and stops the fit.
+One set of networks for all of them, so that it fits other text and other models. Models that have read little text
+teach it that an unsure model gains more from a copy. Sources are left out at random, token by token, since not every
+model has all of them. No held-out document is read. A fifth of the sequences of each datastore is not fitted to, and
+stops the fit.
 """
 
 import argparse

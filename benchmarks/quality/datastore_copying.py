@@ -1,15 +1,16 @@
-"""What each source of the copy head brings to a trained model, alone and together: context, neighbors, the whole datastore.
+"""What each source of the copy head brings to a trained model, alone and together: context, neighbors, the whole
+datastore.
 
     retro import MODEL --output base.safetensors
     retro index CONFIG
     python -m benchmarks.quality.datastore_copying base.safetensors DATASTORE ... --output FOLDER [--tokens 20000]
     python -m benchmarks.quality.datastore_copying summary --output FOLDER
 
-Every combination of sources is fitted to training text (`retro add-retrieval`), all its networks together, and scored on the same windows,
-drawn uniformly from all windows of all held-out documents. The decoder reads each window once. With `--reader decoder` it
-also reads the neighbors, in all rows but OFF. With `--texts FILE ...` a second table has text of other kinds, OFF and with all three
-sources. One more row is infini-gram's interpolation (Liu et al. 2024, arXiv 2401.17377) of the
-same votes: one weight if all votes agree, and one if they do not.
+Every combination of sources is fitted to training text (`retro add-retrieval`), all its networks together, and scored
+on the same windows, drawn uniformly from all windows of all held-out documents. The decoder reads each window once.
+With `--reader decoder` it also reads the neighbors, in all rows but OFF. With `--texts FILE ...` a second table has
+text of other kinds, OFF and with all three sources. One more row is infini-gram's interpolation (Liu et al. 2024, arXiv
+2401.17377) of the same votes: one weight if all votes agree, and one if they do not.
 """
 
 import argparse
@@ -122,7 +123,8 @@ def held_out_windows(
 
 
 def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
-    """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the initial ones."""
+    """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the
+    initial ones."""
     settings = updated(model.settings, {f"copy_head.{name}": name in names for name in ALL})
     head = CopyHead(names, settings.chunk_length)
     head.initialize()
@@ -136,7 +138,8 @@ def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = Non
 def mixture_weight(own: np.ndarray, copied: np.ndarray) -> float:
     """The weight of what is copied that minimizes the loss, by expectation maximization.
 
-    Arguments are probabilities of the right tokens, [n]: the model's and those of what is copied. Without tokens it is 0.
+    Arguments are probabilities of the right tokens, [n]: the model's and those of what is copied. Without tokens it
+    is 0.
     """
     weight = 0.2
     for _ in range(100 if len(own) else 0):
@@ -147,7 +150,8 @@ def mixture_weight(own: np.ndarray, copied: np.ndarray) -> float:
 def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarray, ...]) -> np.ndarray:
     """Nats [n] of the interpolation with two weights, fitted to other tokens.
 
-    Each argument has the model's probability of the label, that of the votes, whether they agree, and whether there are any.
+    Each argument has the model's probability of the label, that of the votes, whether they agree, and whether there are
+    any.
     """
     p, copied, agree, has = (np.concatenate(parts) for parts in zip(*fitted, strict=True))
     out, (q, votes, same, there) = scored[0].copy(), scored
@@ -245,7 +249,8 @@ def bands_of(
     lengths: np.ndarray,
     starts: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """For each band of lengths of a match: changes against OFF over its tokens. `lengths` [n] has the length for each token."""
+    """For each band of lengths of a match: changes against OFF over its tokens. `lengths` [n] has the length for each
+    token."""
     band = np.searchsorted(starts, lengths, side="right") - 1
     for number in np.unique(band).tolist():
         own = band == number

@@ -4,16 +4,17 @@
     python -m benchmarks.quality.other_text FILE.safetensors ... --output FOLDER --texts FILE ... --questions FILE
     python -m benchmarks.quality.other_text summary --output FOLDER
 
-Texts are scored OFF and ON, as `retro eval perplexity --texts` does: short ones and long ones. In addition, two kinds of prompts are
-continued with the likeliest tokens, OFF and ON:
+Texts are scored OFF and ON, as `retro eval perplexity --texts` does: short ones and long ones. In addition, two kinds
+of prompts are continued with the likeliest tokens, OFF and ON:
 
 | prompts | |
 |---|---|
 | questions | drawn from FILE (JSON Lines with `question`): the datastore has nothing to say |
 | beginnings | the first tokens of held-out documents of the datastore |
 
-For both: how many continuations are equal OFF and ON, how many are equal or as likely under the model OFF within 1%, and in how many a
-sequence of four tokens occurs three times. Results are stored after every datastore, so the benchmark resumes.
+For both: how many continuations are equal OFF and ON, how many are equal or as likely under the model OFF within 1%,
+and in how many a sequence of four tokens occurs three times. Results are stored after every datastore, so the benchmark
+resumes.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Search quality: does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and retrieval.
+"""Search quality: does a search find the passage that answers a question? hit@1, hit@5 and MRR by embedder and
+retrieval.
 
     python -m benchmarks.quality.passage_retrieval DATA [--sets cmrc2018 …] [--embedders lexical-1024 …]
 
@@ -6,7 +7,8 @@ DATA contains a folder for each set with passages (`id`, `text`, `title`) and qu
 JSON Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no
 held-out passages, and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is
 BM25 over whole passages, once with words and pairs of characters as terms, once with the terms and titles of this
-project; `--no-baselines` leaves it out. The defaults take minutes; docs/results/question-answering.md has the options of its results.
+project; `--no-baselines` leaves it out. The defaults take minutes; docs/results/question-answering.md has the options
+of its results.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.quality.recipe docs.jsonl.zst --output RUNS [--steps 240] [--seeds 0 1 2] [--recipes adamw muon] [--minutes 0]
     python -m benchmarks.quality.recipe summary --output RUNS
 
-The model is a preset with its copying; a baseline is the same model with retrieval OFF. Finished runs are kept, so the benchmark resumes. A
-step's time is compared within a run only: machines drift.
+The model is a preset with its copying; a baseline is the same model with retrieval OFF. Finished runs are kept, so the
+benchmark resumes. A step's time is compared within a run only: machines drift.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality.search_quality RUN... --output FOLDER [--max-tokens 0 --minutes 0]
 
-Each RUN is a finished run with retrieval, for example of `benchmarks.quality.retrieval_gain`. Its datastore needs an IVF
-index. The held-out chunks are searched again:
+Each RUN is a finished run with retrieval, for example of `benchmarks.quality.retrieval_gain`. Its datastore needs an
+IVF index. The held-out chunks are searched again:
 
 | search | |
 |---|---|
@@ -12,10 +12,10 @@ index. The held-out chunks are searched again:
 | n lists, not re-ranked | the order of the codes (`neighbors.rerank = "none"`) |
 | random | chunks drawn at random |
 
-The numbers of lists are powers of two, those whose recall@2 is nearest to --recalls. The model reads the neighbors that each
-search finds. Its training is not changed. The share of the gain that is kept is (OFF - ON) / (OFF - ON with exact neighbors).
-Recall@k is the share of the first k found that are as near as the exact k nearest, over all held-out chunks. So ties between
-identical chunks are no misses, as in `index.recall_target` (recall@10).
+The numbers of lists are powers of two, those whose recall@2 is nearest to --recalls. The model reads the neighbors that
+each search finds. Its training is not changed. The share of the gain that is kept is (OFF - ON) / (OFF - ON with exact
+neighbors). Recall@k is the share of the first k found that are as near as the exact k nearest, over all held-out
+chunks. So ties between identical chunks are no misses, as in `index.recall_target` (recall@10).
 
 By default few held-out tokens are scored. Results are stored in FOLDER after every measurement, so the
 benchmark resumes. It prints Markdown tables, and writes a plot to FOLDER/search_quality.html.
@@ -196,7 +196,8 @@ def measure_run(results: RunResults, found: Sequence[Search], ks: Sequence[int],
 
 
 def kept(off: SetResult, on: SetResult, exact: SetResult, rounds: int = 1000) -> tuple[float, float, float]:
-    """Return the share of the gain with exact neighbors that is kept, and its 95% interval of bootstraps over documents."""
+    """Return the share of the gain with exact neighbors that is kept, and its 95% interval of bootstraps over
+    documents."""
     nats = np.stack([each.nats_by_document for each in (off, on, exact)])[:, off.bytes_by_document > 0]
     drawn = np.random.default_rng(0).integers(0, nats.shape[1], (rounds, nats.shape[1]))
     share, shares = ((each[0] - each[1]) / (each[0] - each[2]) for each in (nats.sum(1), nats[:, drawn].sum(2)))
@@ -205,7 +206,8 @@ def kept(off: SetResult, on: SetResult, exact: SetResult, rounds: int = 1000) ->
 
 
 def table_of(results: RunResults, found: Sequence[Search], ks: Sequence[int]) -> Table:
-    """Return a row for each search: recall, and for each k bits per byte, change against OFF, and share of the gain kept."""
+    """Return a row for each search: recall, and for each k bits per byte, change against OFF, and share of the gain
+    kept."""
     header = ["search", *(f"recall@{k}" for k in RECALL_AT)]
     header += [text for k in ks for text in (f"bits per byte, k = {k}", "against OFF", "gain kept")]
     off, rows = results.get("OFF", 0), []

@@ -1,12 +1,14 @@
-"""What retrieval without training brings to a model that people have: bits per byte of held-out documents, for several corpora.
+"""What retrieval without training brings to a model that people have: bits per byte of held-out documents, for several
+corpora.
 
     retro import SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.safetensors
     python -m benchmarks.quality.smollm2 smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 40000]
     python -m benchmarks.quality.smollm2 summary --output FOLDER
 
-For each corpus: `retro index` (chunks of 32, `rerank = "tokens"`), `retro add-retrieval` (k = 4), and the held-out documents in
-windows, OFF and ON; and, with `--texts FILE ...`, text of other kinds. The model has no cross-attention, so its activations do not depend on neighbors: one pass serves all rows of
-a window. Rows of finished windows are kept in FOLDER, so the script resumes. `summary` prints the tables.
+For each corpus: `retro index` (chunks of 32, `rerank = "tokens"`), `retro add-retrieval` (k = 4), and the held-out
+documents in windows, OFF and ON; and, with `--texts FILE ...`, text of other kinds. The model has no cross-attention,
+so its activations do not depend on neighbors: one pass serves all rows of a window. Rows of finished windows are kept
+in FOLDER, so the script resumes. `summary` prints the tables.
 """
 
 import argparse

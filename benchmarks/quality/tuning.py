@@ -5,9 +5,10 @@
     python -m benchmarks.quality.tuning tiny-retro FOLDER ... --output RUNS
     python -m benchmarks.quality.tuning summary --output RUNS
 
-Each FOLDER has passages (`id`, `text`) and questions (`question`, `answers`, `positive_ids`), as in the project's shared data. An example is the
-part of the passage around the answer, the question and the answer. An imported model has retrieval OFF. With `tiny-retro`, a small RETRO is first
-trained on the passages, whose datastore it also reads while it is fine-tuned. Finished runs are kept, so the benchmark resumes.
+Each FOLDER has passages (`id`, `text`) and questions (`question`, `answers`, `positive_ids`), as in the project's
+shared data. An example is the part of the passage around the answer, the question and the answer. An imported model has
+retrieval OFF. With `tiny-retro`, a small RETRO is first trained on the passages, whose datastore it also reads while it
+is fine-tuned. Finished runs are kept, so the benchmark resumes.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Part A of three on one NVIDIA GPU, in eight minutes: tests, training, decoding, search, embedding, memory against the plan.
+"""Part A of three on one NVIDIA GPU, in eight minutes: tests, training, decoding, search, embedding, memory against the
+plan.
 
 pip install -e '.[gpu,minilm,test]' && pip install --no-deps retro-pytorch==0.3.9      # without a network: gpu_kit.py
 python -m benchmarks.speed.gpu [--cases NAME ...] [--minutes 8] [--tiny]
 
-Every case runs in a separate process with a time limit, so an error in one does not stop the others, and memory is measured
-separately. The most important cases come first, and the JSON file is written after every figure. A case whose package or memory
-is missing is skipped with the reason. Without a GPU nothing runs, except with `--tiny`, which runs each case at a size for
-tests; its speeds mean nothing. Part B is `gpu_run.py`, part C `gpu_cross_attention.py`.
+Every case runs in a separate process with a time limit, so an error in one does not stop the others, and memory is
+measured separately. The most important cases come first, and the JSON file is written after every figure. A case whose
+package or memory is missing is skipped with the reason. Without a GPU nothing runs, except with `--tiny`, which runs
+each case at a size for tests; its speeds mean nothing. Part B is `gpu_run.py`, part C `gpu_cross_attention.py`.
 """
 
 import argparse
@@ -86,7 +87,8 @@ def attention(tiny: bool) -> Iterator[Figures]:
 
 
 def tests(tiny: bool) -> Iterator[Figures]:
-    """`pytest -m gpu`, in the files that have such tests: others may import packages that a machine for training lacks."""
+    """`pytest -m gpu`, in the files that have such tests: others may import packages that a machine for training
+    lacks."""
     files = sorted(str(file) for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text())
     options = ["-n", "0", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", *(["--collect-only"] if tiny else [])]
     command = [sys.executable, "-m", "pytest", "--rootdir", str(TESTS.parent), *options, *files]
@@ -159,7 +161,8 @@ def planned_bytes(case: training.Case) -> int:
 
 
 def largest_batch(case: training.Case, memory: int = 0) -> int:
-    """Sequences, a power of two, whose planned peak is at most nine tenths of the device's memory (or of `memory` bytes)."""
+    """Sequences, a power of two, whose planned peak is at most nine tenths of the device's memory (or of `memory`
+    bytes)."""
     if not memory:
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 1 << 27
     size = 1

@@ -4,10 +4,11 @@
 
     model and batch as fake tensors ─ Dynamo, AOTAutograd ─► graphs ─ device becomes CUDA ─ Inductor ─► Triton kernels ─► checks
 
-A loop of a kernel must not read what an earlier loop wrote: there is no barrier between them, and Triton may distribute them over threads
-differently (pytorch/pytorch#190519). This was an error of part B. `--compile` lets Triton translate every kernel for compute capability
-9.0, in its first configuration. OUTPUT is the folder of the code. CHECKPOINT is the model that part C imports. The benchmark needs a
-PyTorch that is built for CUDA, with its Triton. It uses names inside Inductor, those of PyTorch 2.11.
+A loop of a kernel must not read what an earlier loop wrote: there is no barrier between them, and Triton may distribute
+them over threads differently (pytorch/pytorch#190519). This was an error of part B. `--compile` lets Triton translate
+every kernel for compute capability 9.0, in its first configuration. OUTPUT is the folder of the code. CHECKPOINT is the
+model that part C imports. The benchmark needs a PyTorch that is built for CUDA, with its Triton. It uses names inside
+Inductor, those of PyTorch 2.11.
 """
 
 import argparse
@@ -192,7 +193,8 @@ def _on_cuda(values: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_on_an_h100() -> Iterator[None]:
-    """Answer what PyTorch's compiler asks a GPU. Rewrites that would compute on it are left out; they change products alone."""
+    """Answer what PyTorch's compiler asks a GPU. Rewrites that would compute on it are left out; they change products
+    alone."""
     import torch._dynamo.device_interface as interface
     import torch._inductor.config as inductor
     import triton

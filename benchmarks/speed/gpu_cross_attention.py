@@ -1,12 +1,14 @@
-"""Part C of three on one NVIDIA GPU, in twelve minutes: does cross-attention bring something next to copying, at 135 million parameters?
+"""Part C of three on one NVIDIA GPU, in twelve minutes: does cross-attention bring something next to copying, at 135
+million parameters?
 
     python -m benchmarks.speed.gpu_cross_attention CORPUS ... --gguf SmolLM2-135M-Instruct.Q4_1.gguf [--minutes 12] [--tiny]
 
-SmolLM2-135M is trained on equal tokens three times, all weights: with cross-attention in four layers that reads real neighbors, with the
-same that reads random ones, and without. None learns a copy head. Then the gates of copying from context, neighbors and the whole
-datastore are fitted to each, as `retro add-retrieval` does; the copied neighbors are real in all rows. The verdict is the change of the
-model with real neighbors against that with random ones, both with copying. OUTPUT has the figures, WORK the datastore and the runs.
-`--tiny` trains two steps with little text, of a small model unless `--gguf` is given.
+SmolLM2-135M is trained on equal tokens three times, all weights: with cross-attention in four layers that reads real
+neighbors, with the same that reads random ones, and without. None learns a copy head. Then the gates of copying from
+context, neighbors and the whole datastore are fitted to each, as `retro add-retrieval` does; the copied neighbors are
+real in all rows. The verdict is the change of the model with real neighbors against that with random ones, both with
+copying. OUTPUT has the figures, WORK the datastore and the runs. `--tiny` trains two steps with little text, of a small
+model unless `--gguf` is given.
 """
 
 import sys
@@ -114,7 +116,8 @@ def scored(
     place: Placement,
     fitted_tokens: int,
 ) -> dict[str, SetResult]:
-    """Results of windows without copying (`alone`) and with it, for a model that reads real or random neighbors, or none (OFF)."""
+    """Results of windows without copying (`alone`) and with it, for a model that reads real or random neighbors, or
+    none (OFF)."""
     source: Any = "random" if read == "random" else "nearest"
     with_head(model, ())
     texts = list(pairs(held_out, windows, source, place))
@@ -142,7 +145,8 @@ def scored(
 def pairs(
     held_out: EvaluationSet, windows: Sequence[ScoringWindow], source: Any, place: Placement
 ) -> Iterator[tuple[Inputs, Inputs, list[ScoringWindow]]]:
-    """Batches of windows with their real neighbors and votes, the same with those that the model reads, and the windows."""
+    """Batches of windows with their real neighbors and votes, the same with those that the model reads, and the
+    windows."""
     retrieval = RetrievalSet.of(held_out.datastore)
     uses = [NeighborUse(K, one, votes=True) for one in ("nearest", source)]
     for (own, real), (_, read) in zip(

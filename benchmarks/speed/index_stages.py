@@ -11,14 +11,15 @@ document, re-ranked) with bare `index.search`. Every search uses the smallest np
 recall@2 of at least 0.95. The bare index is the faster one of an exhaustive index and an inverted-file index of
 float16.
 
-`neighbors` runs the stage for the first shard of the datastore by the method that found its neighbors, and compares these with them.
+`neighbors` runs the stage for the first shard of the datastore by the method that found its neighbors, and compares
+these with them.
 
 `growth` prints the seconds per chunk of adding and of each kind of search, and the exponent of the whole stage's time
 in the number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is
 measured separately.
 
-`executors` builds new datastores by `retro index`, in this process and on Ray, and prints the seconds of each stage. Without
-RAY_ADDRESS a cluster starts for each build.
+`executors` builds new datastores by `retro index`, in this process and on Ray, and prints the seconds of each stage.
+Without RAY_ADDRESS a cluster starts for each build.
 """
 
 import argparse
@@ -375,7 +376,8 @@ def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArr
 
 
 def executors(config: Path, rounds: int, limit: Budget) -> dict[str, Any]:
-    """Build the same datastore by each executor in turn; returns the median seconds of each stage and of the whole command.
+    """Build the same datastore by each executor in turn; returns the median seconds of each stage and of the whole
+    command.
 
     Raises:
         RuntimeError: their files differ.

@@ -3,8 +3,9 @@
     python -m benchmarks.speed.logits_processor DATASTORE ... [--rows 1 8 32] [--ids 49152]
     python -m benchmarks.speed.logits_processor DATASTORE --model MODEL         # and tokens/s of `generate`, without and with it
 
-Texts are held-out documents of each datastore, which grow token by token, and scores are random. The parts are measured in turn, token by token:
-the search in the sorted prefixes, the whole processor, and the floor, a softmax of the scores. Times are CPU times of one thread.
+Texts are held-out documents of each datastore, which grow token by token, and scores are random. The parts are measured
+in turn, token by token: the search in the sorted prefixes, the whole processor, and the floor, a softmax of the scores.
+Times are CPU times of one thread.
 """
 
 import argparse

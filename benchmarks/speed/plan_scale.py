@@ -1,17 +1,18 @@
-"""What copying from the whole datastore would take at any size: files, bytes, memory, machines and hours, counted and not measured.
+"""What copying from the whole datastore would take at any size: files, bytes, memory, machines and hours, counted and
+not measured.
 
     python -m benchmarks.speed.plan_scale --tokens 1e9 1e10 1e11 1e12
 
-Runs, levels of merges, orders, parts, ranges, tasks and blocks are those of the functions that plan the stages `suffixes` and `votes`. Sequential
-bytes are what the tasks read and write of files that they go through; a text that stays in memory is read once by each machine. Without
-tokens in the runs (`--carry no`) a larger text would be read at random: 4 KB for each prefix and stage. CPU seconds a token are measured ones,
-see `--cpu`.
+Runs, levels of merges, orders, parts, ranges, tasks and blocks are those of the functions that plan the stages
+`suffixes` and `votes`. Sequential bytes are what the tasks read and write of files that they go through; a text that
+stays in memory is read once by each machine. Without tokens in the runs (`--carry no`) a larger text would be read at
+random: 4 KB for each prefix and stage. CPU seconds a token are measured ones, see `--cpu`.
 
-`--ties DATASTORE` measures how many prefixes of a real text share their last 4 to 64 tokens with a neighbor in the order. A run that carries
-fewer than 64 tokens would leave those to reads at random.
+`--ties DATASTORE` measures how many prefixes of a real text share their last 4 to 64 tokens with a neighbor in the
+order. A run that carries fewer than 64 tokens would leave those to reads at random.
 
-A last table simulates a datastore that grows by 1,000 generations of random sizes: the orders that a search looks into, and how often a token
-was sorted.
+A last table simulates a datastore that grows by 1,000 generations of random sizes: the orders that a search looks into,
+and how often a token was sorted.
 """
 
 import argparse
@@ -110,7 +111,8 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
     collected = tasks * _FILES * (blocks or shards)
     longer = levels if carried else levels[:-1]  # otherwise the last level is the order
     in_memory = 0 if carries_tokens(text, options.memory, math.inf) else options.machines * text
-    # A worker opens the text of a shard at most once for each stage: tokens, lengths and offsets; for `votes` also held-out runs, with tokens.
+    # A worker opens the text of a shard at most once for each stage: tokens, lengths and offsets; for `votes` also
+    # held-out runs, with tokens.
     voters = min(options.workers, tasks)
     sorters = 1 + (0 if carried else min(options.workers, parts))
     maps = 3 * _SPLITS * shards + (2 + carried) * parts
@@ -196,7 +198,8 @@ def table(options: argparse.Namespace) -> Table:
 
 
 def ties(folder: Path) -> Table:
-    """The share of prefixes in the orders of a datastore that have the same last tokens as the one before or after them."""
+    """The share of prefixes in the orders of a datastore that have the same last tokens as the one before or after
+    them."""
     split = Datastore.open(folder).train
     texts, lengths, total = Texts(split), (4, 8, 16, 32, LONGEST), 0
     tied = np.zeros(len(lengths), np.int64)

@@ -1,14 +1,16 @@
-"""Speed of generation with a real model on one thread of a CPU: this project and `transformers`, in turn, and the limit of the memory.
+"""Speed of generation with a real model on one thread of a CPU: this project and `transformers`, in turn, and the limit
+of the memory.
 
     retro import SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.safetensors
     python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf --texts NOVEL ...
 
-Prompts are the beginnings of texts, continued greedily and at a temperature of 0.8 from all tokens, and random tokens at 1.5, whose
-drafts are never right. Processor time per token after the first. Steps without and with drafts alternate, so that both meet the same
-other work; a ratio is the median of the rounds, with the least and the largest, between which the true median is with a probability of
-94% after five rounds. The work is the ratio by counted passes and their costs in `drafts.py`, which no other work disturbs.
-`transformers` computes in bfloat16 where the processor has instructions for it, else in float32. The limit is the time to read all
-weights once, in float16. The last line compares losses with those of float32 weights.
+Prompts are the beginnings of texts, continued greedily and at a temperature of 0.8 from all tokens, and random tokens
+at 1.5, whose drafts are never right. Processor time per token after the first. Steps without and with drafts alternate,
+so that both meet the same other work; a ratio is the median of the rounds, with the least and the largest, between
+which the true median is with a probability of 94% after five rounds. The work is the ratio by counted passes and their
+costs in `drafts.py`, which no other work disturbs. `transformers` computes in bfloat16 where the processor has
+instructions for it, else in float32. The limit is the time to read all weights once, in float16. The last line compares
+losses with those of float32 weights.
 """
 
 import argparse

@@ -5,18 +5,19 @@
     python -m benchmarks.speed.scale build --text scale/text --parts 70 --output scale --stages chunk embed train-index add sparse
     python -m benchmarks.speed.scale summary --output scale
 
-`build` makes OUTPUT/PARTS/datastore from the first --parts files of --text with the default settings: `retro plan datastore`, then
-`retro index --stage` for every stage, in a process of its own. Then it measures:
+`build` makes OUTPUT/PARTS/datastore from the first --parts files of --text with the default settings:
+`retro plan datastore`, then `retro index --stage` for every stage, in a process of its own. Then it measures:
 
 - 100 training steps of the preset `tiny`,
-- 1,000 single queries, and 1,000 tokens of held-out documents that a model would copy for, also with nothing of the files in memory,
+- 1,000 single queries, and 1,000 tokens of held-out documents that a model would copy for, also with nothing of the
+  files in memory,
 - an appended file of 1% of the text, and the deletion of a document.
 
---kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is that of all
-processes of a stage, without files that are only mapped. CPU seconds are those of all threads, which other work on the machine
-changes less than wall time; of a killed run, those of its first process. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
-`summary` prints a table of all sizes, the exponents of CPU seconds, and the seconds of the plan against the measured ones, to which the
-start of each process adds some.
+--kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is
+that of all processes of a stage, without files that are only mapped. CPU seconds are those of all threads, which other
+work on the machine changes less than wall time; of a killed run, those of its first process. Each finished step is in
+OUTPUT/PARTS/scale.json and is not repeated. `summary` prints a table of all sizes, the exponents of CPU seconds, and
+the seconds of the plan against the measured ones, to which the start of each process adds some.
 """
 
 import argparse
@@ -144,7 +145,8 @@ def planned(results: dict[str, Any], name: str) -> float:
 
 
 def measured(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
-    """Run a command of the command line; return its seconds, its CPU seconds, and the peak memory of its processes in bytes.
+    """Run a command of the command line; return its seconds, its CPU seconds, and the peak memory of its processes in
+    bytes.
 
     Args:
         arguments: of `retro`.
@@ -219,8 +221,8 @@ def query_times(folder: Path) -> dict[str, float]:
 
 
 def token_times(folder: Path) -> dict[str, float]:
-    """What a token of a generation costs to copy from the whole datastore: CPU microseconds with the files in memory; milliseconds, and
-    reads of the disk, with nothing of them in memory."""
+    """What a token of a generation costs to copy from the whole datastore: CPU microseconds with the files in memory;
+    milliseconds, and reads of the disk, with nothing of them in memory."""
     texts = held_out_texts(Datastore.open(folder), 2 * _QUERIES)
     index, times = SuffixIndex.open(folder), []
     for text in texts:

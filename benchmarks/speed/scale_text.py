@@ -2,14 +2,15 @@
 
     python -m benchmarks.speed.scale_text DATA/msdocs_cpp DATA/zh_tidb_docs … --output FOLDER --gigabytes 12
 
-Writes FOLDER/00000.jsonl.zst and so on, about 17 MB of text in each. A part depends on the corpora, --seed and its number alone, so
-a stopped run continues, and a larger --gigabytes adds parts.
+Writes FOLDER/00000.jsonl.zst and so on, about 17 MB of text in each. A part depends on the corpora, --seed and its
+number alone, so a stopped run continues, and a larger --gigabytes adds parts.
 
     corpora ─► words w1 w2 w3 … one sequence ─► trigram model: of all places where the last two words stand, one is drawn, and the
     word after it comes next
 
-This is a trigram model without a table of probabilities. Lengths of documents are drawn from those of the corpora. A share of
---copies are copies of an earlier document of the part. In a copy every twentieth word is replaced by a random one.
+This is a trigram model without a table of probabilities. Lengths of documents are drawn from those of the corpora. A
+share of --copies are copies of an earlier document of the part. In a copy every twentieth word is replaced by a random
+one.
 """
 
 import argparse
@@ -77,7 +78,8 @@ class Trigrams:
         )
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """Words [_LANES, _STEPS] int32 of independent chains. After the end of a document, a chain continues with the start of another."""
+        """Words [_LANES, _STEPS] int32 of independent chains. After the end of a document, a chain continues with the
+        start of another."""
         out = np.empty((_STEPS, _LANES), dtype=np.int32)
         at = self.first[rng.integers(len(self.first), size=_LANES)]
         for step in range(_STEPS):

@@ -73,7 +73,8 @@ class Case:
 
 
 def cases(device: str, dtype: torch.dtype) -> list[Case]:
-    """Return the cases for a kind of device and a precision. On a CPU those that compile, which takes long, are last."""
+    """Return the cases for a kind of device and a precision. On a CPU those that compile, which takes long, are
+    last."""
     if device == "cpu":
         float32 = Case("retro, eager, float32", SMALL, 4, 512, compiled=False, precision="float32")
         return [

@@ -2,15 +2,17 @@
 
     python -m benchmarks.speed.votes DATA/msdocs_cpp/docs.jsonl.zst --output FOLDER [--appended 0.1]
 
-Documents of a file of JSON Lines are drawn in a random order. All but the last ones (a share --appended) become a datastore, the last ones are
-appended, and the votes of the grown datastore are made again. It prints CPU seconds of the stages (with the start of each process), bytes of a token, and for the
-tokens that keep their votes: how many have other votes when all documents vote, and the mean bits of the next token, before and after.
+Documents of a file of JSON Lines are drawn in a random order. All but the last ones (a share --appended) become a
+datastore, the last ones are appended, and the votes of the grown datastore are made again. It prints CPU seconds of the
+stages (with the start of each process), bytes of a token, and for the tokens that keep their votes: how many have other
+votes when all documents vote, and the mean bits of the next token, before and after.
 
-The bits are those of a fixed mixture without a model: p begins uniform over the vocabulary, and becomes (1 - w) p + w · share from the shortest
-length of match to the longest, with the w of 0.1, 0.2, … 0.9 that is best for the votes that were kept.
+The bits are those of a fixed mixture without a model: p begins uniform over the vocabulary, and becomes (1 - w) p + w ·
+share from the shortest length of match to the longest, with the w of 0.1, 0.2, … 0.9 that is best for the votes that
+were kept.
 
-The time of a batch of eight sequences of 512 tokens is that of `read_sequences` with votes and without neighbors: next to it, the time to read its
-votes, and to read the same from an uncompressed array, which is written to FOLDER.
+The time of a batch of eight sequences of 512 tokens is that of `read_sequences` with votes and without neighbors: next
+to it, the time to read its votes, and to read the same from an uncompressed array, which is written to FOLDER.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     slices of files → documents → tokens ([bos] text [eos]) → rows of m tokens, the last row of a document padded
 
-A hash of its text assigns each document to `train`, `valid` or `test`. A chunk never spans two documents. Documents stored as
-tokens keep their tokens. They are decoded for the hash and to count bytes.
+A hash of its text assigns each document to `train`, `valid` or `test`. A chunk never spans two documents. Documents
+stored as tokens keep their tokens. They are decoded for the hash and to count bytes.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from indexing.store.files import NpyWriter
 from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import Tokenizer
 
-# Two batches are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding the GIL.
-# Text per batch and thread: small, so that all threads finish at about the same time.
+# Two batches are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding
+# the GIL. Text per batch and thread: small, so that all threads finish at about the same time.
 _AT_A_TIME = 2
 _BATCH_BYTES = 2**19
 
@@ -44,7 +44,8 @@ class ChunkSettings:
 
 
 def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut non-empty documents of tokens [t] into chunks [n, m], the last of each padded, and their lengths [n] uint16."""
+    """Cut non-empty documents of tokens [t] into chunks [n, m], the last of each padded, and their lengths [n]
+    uint16."""
     tokens = np.array([len(document) for document in documents])
     counts = -(-tokens // chunk_length)
     stops = counts.cumsum()
@@ -110,7 +111,8 @@ class _SplitWriter:
         self._add_rows([(document, document.size, count)], file)
 
     def _add_rows(self, documents: Iterable[tuple[Document, int, int]], file: str) -> None:
-        """Add rows of `documents.parquet` and offsets for documents with their bytes and tokens, whose chunks are written."""
+        """Add rows of `documents.parquet` and offsets for documents with their bytes and tokens, whose chunks are
+        written."""
         first = len(self.rows)
         for document, size, tokens in documents:
             sizes = {"bytes": size, "tokens": tokens, "chunks": -(-tokens // self.chunk_length)}
@@ -205,7 +207,8 @@ def _counted(blocks: Iterable[str], advance: Advance) -> Iterator[str]:
 
 
 def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.ndarray]]:
-    """A batch with text, and the tokens of its documents: encodes text, or decodes stored tokens. None of a large document."""
+    """A batch with text, and the tokens of its documents: encodes text, or decodes stored tokens. None of a large
+    document."""
     if any(document.large is not None for document in batch.documents):
         return batch, []
     documents = with_text(batch.documents, batch.file.path, tokenizer)

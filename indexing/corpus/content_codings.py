@@ -3,8 +3,8 @@
     Content-Encoding: gzip, br   Transfer-Encoding: chunked      applied in this order
     body ──chunked──► ──br──► ──gzip──► contents
 
-Names have any case, and `x-gzip` is `gzip`. Many crawlers store a body without its codings, and keep the headers: a body that cannot
-be decoded but is text stays as it is.
+Names have any case, and `x-gzip` is `gzip`. Many crawlers store a body without its codings, and keep the headers: a
+body that cannot be decoded but is text stays as it is.
 """
 
 import gzip
@@ -12,7 +12,6 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from indexing.corpus.documents import BinaryValue, ProblemKind, marked
 from indexing.corpus.streams import DAMAGED, damage_of
@@ -43,7 +42,8 @@ def decoded_body(body: bytes, headers: Iterable[tuple[str, str]], limit: int) ->
         limit: most bytes of the contents.
 
     Raises:
-        CodingProblem: a coding is not known, its package is missing, the body is damaged, or its contents are longer than the limit.
+        CodingProblem: a coding is not known, its package is missing, the body is damaged, or its contents are longer
+            than the limit.
     """
     values: dict[str, list[str]] = {"content-encoding": [], "transfer-encoding": []}
     for name, value in headers:
@@ -72,8 +72,9 @@ def _undone(name: str, body: bytes, limit: int) -> bytes:
         raise CodingProblem(kind, f"its coding {name[:40]!r} cannot be undone: {error}") from error
 
 
-def _up_to(stream: Any, limit: int) -> bytes:
-    """Read a stream of at most `limit` bytes. Bytes of another format after the compressed ones are left out, as browsers do."""
+def _up_to(stream: io.BufferedIOBase | io.RawIOBase, limit: int) -> bytes:
+    """Read a stream of at most `limit` bytes. Bytes of another format after the compressed ones are left out, as
+    browsers do."""
     contents = bytearray()
     try:
         while block := stream.read(BLOCK_BYTES):

@@ -2,8 +2,8 @@
 
     lines ──csv.reader──► rows ──► fields by column ──► Document, or a CorpusProblem with the row
 
-Fields are quoted as `csv` and pandas quote them: a quoted field may hold delimiters, line breaks and doubled quotes. Whether a
-line begins a row depends on all lines before it, so the scan notes the byte at which each shard begins.
+Fields are quoted as `csv` and pandas quote them: a quoted field may hold delimiters, line breaks and doubled quotes.
+Whether a line begins a row depends on all lines before it, so the scan notes the byte at which each shard begins.
 """
 
 import csv
@@ -19,11 +19,12 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 CSV_SUFFIXES = tuple(_DELIMITERS)
 
 
-def csv_rows(stream: Any, suffix: str, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
+def csv_rows(stream: io.BufferedIOBase, suffix: str, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
     """Yield the documents of the requested rows, and report problems by row, counted from 1 below the header.
 
     Args:
-        stream: the contents of the file from the first byte; without compression an `io.BufferedReader` of a `StoredReader`.
+        stream: the contents of the file from the first byte; without compression an `io.BufferedReader` of a
+            `StoredReader`.
         suffix: one of `CSV_SUFFIXES`.
         request: its `offset` is the byte at which row `start` begins, or 0.
         has_offsets: whether documents get the byte at which their row begins; not for a compressed file.

@@ -2,8 +2,8 @@
 
     bytes ──a reader──► fields of a record ──record_document──► Document, or a CorpusProblem with file and line
 
-Text is not changed: line ends, blanks and control characters stay. Bytes that are not UTF-8 and lone surrogates in JSON become
-U+FFFD. Such a replacement, and every document that is left out, is reported as a `CorpusProblem`.
+Text is not changed: line ends, blanks and control characters stay. Bytes that are not UTF-8 and lone surrogates in JSON
+become U+FFFD. Such a replacement, and every document that is left out, is reported as a `CorpusProblem`.
 """
 
 import contextlib
@@ -49,19 +49,20 @@ class CorpusSettings:
     """Text of the corpus, and its division into shards and splits."""
 
     paths: tuple[Text, ...] = ()
-    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs, of text, source
-    code, JSON Lines, CSV, TSV, Parquet, Arrow, WARC and WET files, or folders that Hugging Face `datasets` saved. For a Megatron corpus
-    name the `.bin` or the `.idx`."""
+    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs, of
+    text, source code, JSON Lines, CSV, TSV, Parquet, Arrow, WARC and WET files, or folders that Hugging Face `datasets`
+    saved. For a Megatron corpus name the `.bin` or the `.idx`."""
     suffixes: tuple[Text, ...] = ()
-    """More files of folders and globs to read as text, one document each: suffixes (`.dts`), names (`Makefile`, `Kconfig*`), or `*` for all
-    files. Upper and lower case are equal. Binary files among them are skipped and counted."""
+    """More files of folders and globs to read as text, one document each: suffixes (`.dts`), names (`Makefile`,
+    `Kconfig*`), or `*` for all files. Upper and lower case are equal. Binary files among them are skipped and
+    counted."""
     exclude: tuple[Text, ...] = ()
-    """Globs of files and folders to skip, such as `node_modules`, `*.min.js` or `drivers/gpu/**`. One without `/` is compared with every
-    name of a path, others with the path below the folder of `corpus.paths`, and with the whole path if they begin with `/` or hold
-    `://`."""
+    """Globs of files and folders to skip, such as `node_modules`, `*.min.js` or `drivers/gpu/**`. One without `/` is
+    compared with every name of a path, others with the path below the folder of `corpus.paths`, and with the whole path
+    if they begin with `/` or hold `://`."""
     text_key: Text = "text"
-    """Key (JSON Lines) or column (CSV, Parquet, Arrow) of the text. Dots lead into nested objects: `content.body`. WARC and WET files
-    need none."""
+    """Key (JSON Lines) or column (CSV, Parquet, Arrow) of the text. Dots lead into nested objects: `content.body`. WARC
+    and WET files need none."""
     id_key: Text = "id"
     """Key or column of the document's id. A document without one gets the id `file:line`."""
     metadata_keys: tuple[Text, ...] = ("title", "url", "source")
@@ -69,10 +70,11 @@ class CorpusSettings:
     shard_bytes: PositiveInt = 64 * 2**20
     """Approximate bytes of text per shard. A Megatron token counts as 4."""
     max_line_bytes: PositiveInt = 64 * 2**20
-    """Bytes of the longest JSON line, row (CSV, Parquet, Arrow) or WARC record. A longer one is left out and reported. Memory holds several copies of
-    one."""
+    """Bytes of the longest JSON line, row (CSV, Parquet, Arrow) or WARC record. A longer one is left out and reported.
+    Memory holds several copies of one."""
     split: tuple[PositiveInt, NonNegativeInt, NonNegativeInt] = (980, 20, 0)
-    """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held out."""
+    """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held
+    out."""
     boundary_ids: tuple[NonNegativeInt, ...] = ()
     """Token ids (bos, eod) at the ends of documents in Megatron files. One is removed at each end."""
     strict: bool = False
@@ -158,7 +160,8 @@ class Document:
         id: unique in a well-formed corpus; `find_duplicates` checks.
         text: never empty or blank, without surrogates; empty if the document is large, or stored as tokens.
         metadata: the values at `metadata_keys`; nested values as JSON.
-        record: 0-based line (JSON Lines), row (CSV, Parquet, Arrow) or number (WARC, Megatron) in its file, including records left out.
+        record: 0-based line (JSON Lines), row (CSV, Parquet, Arrow) or number (WARC, Megatron) in its file, including
+            records left out.
         offset: byte at which its line or row starts in an uncompressed JSON Lines or CSV file, else 0.
         tokens: [tokens] as stored in a Megatron file, at least one; None if the document is stored as text.
         large: its text, if that is large.
@@ -186,7 +189,8 @@ class Document:
 
 @dataclass(frozen=True)
 class CorpusProblem:
-    """A problem in the data. `line` is 1-based: a line, a row (CSV, Parquet, Arrow), a record (WARC) or a document (Megatron)."""
+    """A problem in the data. `line` is 1-based: a line, a row (CSV, Parquet, Arrow), a record (WARC) or a
+    document (Megatron)."""
 
     kind: ProblemKind
     file: str
@@ -245,7 +249,8 @@ def _decoded_file(file: CorpusFile) -> Iterator[str]:
 def record_document(
     fields: dict[str, Any], request: ReadRequest, record: int, offset: int, names: Sequence[str] = ()
 ) -> Iterator[Document]:
-    """Yield the document of a line or row, or report why there is none. `names`: columns of the file, if not all were read."""
+    """Yield the document of a line or row, or report why there is none. `names`: columns of the file, if not all were
+    read."""
     settings, line = request.settings, record + 1
 
     def find(key: str) -> Any:
@@ -258,7 +263,7 @@ def record_document(
             return None if key != settings.text_key else value
         return decode(value, line, request) if isinstance(value, bytes) else value
 
-    def clean(value: Any) -> str:
+    def clean(value: object) -> str:
         if isinstance(value, str):
             text = value
         elif value is None or isinstance(value, bool | int | float | list | dict):
@@ -315,7 +320,7 @@ def marked(value: bytes) -> bytes:
     return BinaryValue(value) if seen.is_binary else value
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """A value that JSON does not have as text: times in ISO 8601, decimals as their digits."""
     if isinstance(value, Decimal):
         return format(value, "f")

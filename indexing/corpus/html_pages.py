@@ -2,8 +2,9 @@
 
     page ──attributes and open elements, counted in the source──► parsed ──depth──► main text
 
-The parser and the search for the main text take (tags × depth) steps and more: a page of 500 kB that is nested 100,000 times does not
-end. So a page beyond a limit is refused. Blink, the engine of Chromium, nests 512 elements, and puts deeper ones next to each other.
+The parser and the search for the main text take (tags × depth) steps and more: a page of 500 kB that is nested 100,000
+times does not end. So a page beyond a limit is refused. Blink, the engine of Chromium, nests 512 elements, and puts
+deeper ones next to each other.
 """
 
 import re
@@ -26,7 +27,8 @@ _SELF_ENDING = frozenset(
         "body",
     )
 )  # fmt: skip
-# The parser opens these again in each paragraph after the one in which they were left open. They do not change the text, nor does `span`.
+# The parser opens these again in each paragraph after the one in which they were left open. They do not change the
+# text, nor does `span`.
 _FORMATTING = re.compile(r"<(/?)(?:b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u)(?=[\s/>])", re.IGNORECASE)
 _MOST_REOPENED = 1 << 21  # elements that formatting may add
 
@@ -51,8 +53,8 @@ def main_text(page: str) -> str:
     if num_tags**2 > _MOST_REOPENED and num_tags * len(_FORMATTING.findall(page)) > _MOST_REOPENED:
         page = _FORMATTING.sub(r"<\1span", page)
     tree = HTMLTree.parse(page)
-    # A tag opens at most four elements: `<table><td>` has <tbody> and <tr> between. Matching from the right compares each element with at
-    # most as many above it as the selector has.
+    # A tag opens at most four elements: `<table><td>` has <tbody> and <tr> between. Matching from the right compares
+    # each element with at most as many above it as the selector has.
     document = tree.document if 4 * num_tags > _MOST_DEPTH else None
     if document is not None and document.query_selector(" > ".join("*" * (_MOST_DEPTH + 1))) is not None:
         raise TooNested(f"its elements are nested more than {_MOST_DEPTH} deep")

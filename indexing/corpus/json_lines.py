@@ -20,7 +20,8 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, Any]]:
         what: what the file should be, for messages, such as "a question set".
 
     Raises:
-        InputError: the file cannot be read, or a line is not JSON or has more than 64 MiB; the message names file and line.
+        InputError: the file cannot be read, or a line is not JSON or has more than 64 MiB; the message names file and
+            line.
     """
     try:
         with open(path, "rb") as stored:

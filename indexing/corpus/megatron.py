@@ -3,8 +3,8 @@
     x.idx   header (34 bytes)  lengths [S] int32  pointers [S] int64  documents [D + 1] int64
     x.bin   the tokens of S sequences, concatenated, of the type in the header
 
-All numbers are little-endian. A length counts tokens. A pointer is the byte at which a sequence begins. Document d is the
-sequences [documents[d], documents[d + 1]): usually one; several if sentences were split. The format is defined by
+All numbers are little-endian. A length counts tokens. A pointer is the byte at which a sequence begins. Document d is
+the sequences [documents[d], documents[d + 1]): usually one; several if sentences were split. The format is defined by
 `megatron/core/datasets/indexed_dataset.py` in NVIDIA/Megatron-LM, version 1. Its older `mmap` datasets share it.
 """
 
@@ -65,7 +65,8 @@ class MegatronIndex:
         return len(self.documents) - 1
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Bytes [stop - start + 1] int64 of the `.bin` at which the documents [start, stop) begin, and where the last one ends.
+        """Bytes [stop - start + 1] int64 of the `.bin` at which the documents [start, stop) begin, and where the last
+        one ends.
 
         Raises:
             InputError: sequences or documents are not contiguous.

@@ -8,7 +8,8 @@ from indexing.store.files import write_bytes
 
 
 def write_python_corpus(folder: Path) -> Path:
-    """Write the language reference (`pydoc_data.topics`) and the standard library's sources without tests as JSON Lines."""
+    """Write the language reference (`pydoc_data.topics`) and the standard library's sources without tests as JSON
+    Lines."""
     from pydoc_data import topics
 
     path = folder / "python.jsonl"

@@ -1,9 +1,10 @@
-"""Read documents from files, local or remote: the suffix of a name decides the format, and text formats may be compressed.
+"""Read documents from files, local or remote: the suffix of a name decides the format, and text formats may be
+compressed.
 
     file ──opened (fsspec)──► stored bytes ──unpacked──► contents ──► Document, or a CorpusProblem with file and line
 
-Text, JSON Lines and Megatron tokens are read here, other formats in `tables`, `csv_rows` and `web_archives`. Memory holds one
-document at a time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
+Text, JSON Lines and Megatron tokens are read here, other formats in `tables`, `csv_rows` and `web_archives`. Memory
+holds one document at a time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
 """
 
 import io
@@ -43,8 +44,8 @@ from indexing.corpus.web_archives import WARC_SUFFIXES, warc_records
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
 
-# One document per file; its id is the file's name. `.json` is not accepted: it can hold a document, a list of documents or
-# settings, and a wrong guess would go unnoticed.
+# One document per file; its id is the file's name. `.json` is not accepted: it can hold a document, a list of documents
+# or settings, and a wrong guess would go unnoticed.
 WHOLE_FILE_SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx",
     ".hpp", ".cu", ".cuh", ".js", ".mjs", ".jsx", ".ts", ".tsx", ".java", ".kt", ".scala", ".go", ".rs", ".rb",
@@ -122,10 +123,11 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
         yield from _whole_file(stream, request, is_text=content_suffix is not None)
 
 
-def _whole_file(stream: Any, request: ReadRequest, is_text: bool) -> Iterator[Document]:
+def _whole_file(stream: io.BufferedIOBase, request: ReadRequest, is_text: bool) -> Iterator[Document]:
     """Read a file in one pass. The text is kept while it is small; `LargeText` reads it again.
 
-    `is_text`: whether its suffix says so. Otherwise a file with a NUL in its first block is binary, as for Git, and is skipped.
+    `is_text`: whether its suffix says so. Otherwise a file with a NUL in its first block is binary, as for Git, and is
+    skipped.
     """
     seen, texts, is_whole = TextSeen(), list[str](), False
     try:
@@ -167,7 +169,7 @@ def _whole_file(stream: Any, request: ReadRequest, is_text: bool) -> Iterator[Do
         request.report("empty document", 1, "no text in the file")
 
 
-def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
+def _json_lines(stream: io.BufferedIOBase, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
     record, position = (request.start, request.offset) if request.offset else (0, 0)
     limit = request.settings.max_line_bytes
     while request.stop is None or record < request.stop:
@@ -192,7 +194,7 @@ def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterato
         record += 1
 
 
-def _skip_line(stream: Any) -> int:
+def _skip_line(stream: io.BufferedIOBase) -> int:
     """Skip the rest of a line; returns its bytes."""
     size = 0
     while part := stream.readline(BLOCK_BYTES):

@@ -24,8 +24,8 @@ def foreign_files(filesystem: Any, paths: Collection[str]) -> frozenset[str]:
         paths: files of a folder or a glob.
 
     Raises:
-        InputError: `paths` has the `state.json` of a dataset, but not all of its Arrow files; or the `state.json` is damaged, or
-            selects rows, as those of early versions of `datasets` could.
+        InputError: `paths` has the `state.json` of a dataset, but not all of its Arrow files; or the `state.json` is
+            damaged, or selects rows, as those of early versions of `datasets` could.
     """
     folders: dict[str, set[str]] = {}
     for path in paths:

@@ -38,7 +38,8 @@ from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.remote import named_errors
 
-# Names of the modification time in file systems: local, S3, GCS and Azure, in-memory; the Hugging Face hub has a hash instead.
+# Names of the modification time in file systems: local, S3, GCS and Azure, in-memory; the Hugging Face hub has a hash
+# instead.
 _TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created", "blob_id")
 KEPT_EXAMPLES = 100  # problems per file that are kept in full; more are only counted
 
@@ -73,8 +74,8 @@ class FileScan:
         problems: number of problems of each kind.
         examples: the first 100 problems.
         slices: about `shard_bytes` of text each, in order; each document is in one of them.
-        checksum: BLAKE2b-128 of the stored bytes, hexadecimal; of a Megatron pair the index first. Empty if the file cannot
-            be read.
+        checksum: BLAKE2b-128 of the stored bytes, hexadecimal; of a Megatron pair the index first. Empty if the file
+            cannot be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
         id_lines: [documents] int64, 1-based line of each.
         left_out: number of deleted documents, which are counted nowhere else.
@@ -92,7 +93,8 @@ class FileScan:
 
 
 def strict_problem(problem: CorpusProblem) -> None:
-    """An `on_problem` that rejects every problem. A binary file among those of `corpus.suffixes` is skipped, and no problem.
+    """An `on_problem` that rejects every problem. A binary file among those of `corpus.suffixes` is skipped, and no
+    problem.
 
     Raises:
         InputError: the message has the form `file:line: kind: detail`.
@@ -126,8 +128,8 @@ def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[Corp
 def list_corpus(settings: CorpusSettings, key: str = "corpus.paths") -> CorpusListing:
     """List the files of `settings.paths`, each once. Error messages use the name `key`.
 
-    Folders and globs give the files with a known suffix, or one of `settings.suffixes`. Other files, hidden files and hidden folders, and
-    files of `settings.exclude` are skipped and counted.
+    Folders and globs give the files with a known suffix, or one of `settings.suffixes`. Other files, hidden files and
+    hidden folders, and files of `settings.exclude` are skipped and counted.
 
     Raises:
         InputError: a path does not exist, has an unknown suffix or protocol, or gives no file.
@@ -220,7 +222,8 @@ def _listed(filesystem: Any, root: str, pattern: str, settings: CorpusSettings, 
 
 
 def _local_files(base: str, found: _Found, pattern: str = "**") -> dict[str, dict[str, Any]]:
-    """List the files below a local folder, or those that match a glob: path → fsspec's info, and the path without links as `real`.
+    """List the files below a local folder, or those that match a glob: path → fsspec's info, and the path without links
+    as `real`.
 
     Folders that cannot be read are added to `found`. fsspec itself does not follow links.
     """
@@ -321,8 +324,8 @@ def scan_file(
 
 
 def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The files of a corpus as recipe inputs, from name and checksum of each: `{name: checksum}`, or one fingerprint of all if
-    there are more than 1,000 files or two share a name."""
+    """The files of a corpus as recipe inputs, from name and checksum of each: `{name: checksum}`, or one fingerprint of
+    all if there are more than 1,000 files or two share a name."""
     checksums = dict(files)
     return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(file) for file in files])}
 
@@ -330,8 +333,8 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
 def plan_shards(scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
     """Group the slices of all files, in order, into non-empty shards of about `shard_bytes` of text.
 
-    A shard takes the next slice unless that misses the budget by more than stopping does. So a shard has between 0.5 and 1.5
-    times the budget. Exceptions are the last shard, and slices that are large because one document is.
+    A shard takes the next slice unless that misses the budget by more than stopping does. So a shard has between 0.5
+    and 1.5 times the budget. Exceptions are the last shard, and slices that are large because one document is.
     """
     shards: list[list[FileSlice]] = []
     filled = shard_bytes  # bytes in the last shard of the list
@@ -347,8 +350,8 @@ def plan_shards(scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSl
 def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> list[CorpusProblem]:
     """Find ids that occur more than once in the corpus: one problem for each later occurrence, in order.
 
-    The documents stay in the corpus, because two texts under one id are two texts. Ids are compared by 64-bit hashes in a sort,
-    which takes 16 bytes per document. Among 10^8 documents the probability of a false alarm is 0.03%.
+    The documents stay in the corpus, because two texts under one id are two texts. Ids are compared by 64-bit hashes in
+    a sort, which takes 16 bytes per document. Among 10^8 documents the probability of a false alarm is 0.03%.
     """
     if not scans:
         return []
@@ -372,9 +375,9 @@ def find_duplicates(files: Sequence[CorpusFile], scans: Sequence[FileScan]) -> l
 def split_of(text: str, weights: tuple[int, int, int]) -> str:
     """Assign a document to `train`, `valid` or `test`, with probabilities proportional to the weights.
 
-    The split depends on a BLAKE2b hash of the text alone. So equal documents get the same split, and a document keeps its split
-    as the corpus grows. The hash is a point of the unit interval: `valid` has its lower end, `test` its upper end, and `train`
-    the middle. So a larger share of `valid` or `test` only moves documents out of `train`.
+    The split depends on a BLAKE2b hash of the text alone. So equal documents get the same split, and a document keeps
+    its split as the corpus grows. The hash is a point of the unit interval: `valid` has its lower end, `test` its upper
+    end, and `train` the middle. So a larger share of `valid` or `test` only moves documents out of `train`.
     """
     digest = text_digest()
     digest.update(text.encode(errors="surrogatepass"))

@@ -32,7 +32,8 @@ def name_filter(suffixes: Sequence[str]) -> Callable[[str], bool]:
 
 
 def path_filter(globs: Sequence[str]) -> Callable[[str, str], bool]:
-    """Whether a file is excluded, by its name and its path: one of the globs of `corpus.exclude` matches it or a folder above it."""
+    """Whether a file is excluded, by its name and its path: one of the globs of `corpus.exclude` matches it or a folder
+    above it."""
     from fsspec.utils import glob_translate
 
     def pattern(one: str) -> str:
@@ -55,7 +56,8 @@ def suffix_of(path: str) -> str:
 
 
 def counted(files: Mapping[tuple[SkippedReason, str], int]) -> Skipped:
-    """Numbers by reason, then suffix, the most frequent first. Suffixes after the first hundred are counted together."""
+    """Numbers by reason, then suffix, the most frequent first. Suffixes after the first hundred are counted
+    together."""
     by_reason: dict[str, Counter[str]] = {}
     for (reason, suffix), count in files.items():
         by_reason.setdefault(reason, Counter())[suffix] += count

@@ -83,10 +83,12 @@ def uncompressed(name: str) -> str:
     return name.removesuffix(compression_suffix(name))
 
 
-def unpacked(raw: "StoredReader", name: str) -> tuple[Any, str]:
-    """The contents of a file as a buffered stream, and its compression: `.gz`, `.zst`, or empty. `name` is in lower case.
+def unpacked(raw: "StoredReader", name: str) -> tuple[io.BufferedIOBase, str]:
+    """The contents of a file as a buffered stream, and its compression: `.gz`, `.zst`, or empty. `name` is in lower
+    case.
 
-    The first bytes decide the compression. The name decides only if they are neither those of a compressed file nor text.
+    The first bytes decide the compression. The name decides only if they are neither those of a compressed file nor
+    text.
     """
     stored = io.BufferedReader(raw, 1 << 20)
     head = stored.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES]

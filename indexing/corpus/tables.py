@@ -3,8 +3,9 @@
 Parquet   a footer leads to the pages of each column: the file is read out of order, and only the needed columns
 Arrow     record batches in sequence, as Hugging Face `datasets` stores them; the file format wraps this stream
 
-Both compress, and a dictionary stores a value once for many rows. So few bytes can claim any memory: the sizes that a file claims are
-compared with its bytes before pyarrow decompresses them, and rows become Python values in slices of bounded size.
+Both compress, and a dictionary stores a value once for many rows. So few bytes can claim any memory: the sizes that a
+file claims are compared with its bytes before pyarrow decompresses them, and rows become Python values in slices of
+bounded size.
 """
 
 import io
@@ -18,7 +19,8 @@ from indexing.corpus.documents import Document, ReadRequest, marked, record_docu
 PARQUET_SUFFIX, ARROW_SUFFIX = ".parquet", ".arrow"
 _PARQUET_MAGIC, _ARROW_FILE_MAGIC, _ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _ROWS, _SLICE_BYTES = 256, 1 << 26  # as Python values at a time
-# A batch or row group may have this size, and more if its stored bytes are enough for it. Text compresses 3 to 10 times.
+# A batch or row group may have this size, and more if its stored bytes are enough for it. Text compresses 3 to 10
+# times.
 _FREE_BYTES, _MOST_EXPANSION = 1 << 27, 64
 _FRAME_MAGIC = (0xFD2FB528, 0x184D2204)  # of zstd and LZ4
 _MOST_CLAIM = 1 << 40  # larger ones are refused by the allocator
@@ -36,7 +38,8 @@ def parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
 
 
 def arrow_rows(stream: io.BufferedReader, request: ReadRequest) -> Iterator[Document]:
-    """Yield the documents of an Arrow file, which may have the file or the stream format, and report problems by row."""
+    """Yield the documents of an Arrow file, which may have the file or the stream format, and report problems by
+    row."""
     head = stream.peek(len(_ARROW_FILE_MAGIC))
     if head.startswith(_ARROW_FILE_MAGIC):
         stream.read(len(_ARROW_FILE_MAGIC))  # a stream follows
@@ -68,7 +71,8 @@ def _parquet_batches(stored: Any, start: int, keys: list[str]) -> Iterator[tuple
 
 
 def _batch_rows(stored: Any, group: Any, columns: list[str]) -> int:
-    """Rows of a row group to read at a time. A value of a dictionary has at most the bytes of the dictionary, and may be in each row."""
+    """Rows of a row group to read at a time. A value of a dictionary has at most the bytes of the dictionary, and may
+    be in each row."""
     parts = [group.column(number) for number in range(group.num_columns)]
     parts = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{one}.") for one in columns)]
     claimed = sum(part.total_uncompressed_size for part in parts)
@@ -80,7 +84,8 @@ def _batch_rows(stored: Any, group: Any, columns: list[str]) -> int:
 def _dictionary_bytes(stored: Any, part: Any) -> int:
     """Bytes of the dictionary of a column in a row group, decompressed, as its page claims; 0 without one.
 
-    A page begins with its type and this size, as Thrift's compact protocol writes them: a byte for the field, then a zigzag varint.
+    A page begins with its type and this size, as Thrift's compact protocol writes them: a byte for the field, then a
+    zigzag varint.
     """
     offsets = (part.dictionary_page_offset, part.data_page_offset)
     stored.seek(max(0, min(offset for offset in offsets if offset is not None)))
@@ -112,8 +117,8 @@ def _check_claim(claimed: int, stored: int) -> None:
 class _CheckedBodies:
     """An Arrow stream whose compressed buffers are compared with what they claim, before pyarrow decompresses them.
 
-    pyarrow reads the body of a message at once. In it a buffer begins at a multiple of 8 bytes: with its decompressed size, then a frame
-    of zstd or LZ4.
+    pyarrow reads the body of a message at once. In it a buffer begins at a multiple of 8 bytes: with its decompressed
+    size, then a frame of zstd or LZ4.
     """
 
     closed = False
@@ -210,7 +215,8 @@ def _slice_rows(columns: list[Any], begin: int, rows: int) -> int:
 
 
 def _python_bytes(column: Any) -> int:
-    """About how many bytes the values of a column have in Python. Rows that share a value of a dictionary share its object."""
+    """About how many bytes the values of a column have in Python. Rows that share a value of a dictionary share its
+    object."""
     import pyarrow as pa
 
     kind = column.type

@@ -5,9 +5,9 @@ stream ─ `text_blocks` ─ bytes that end between characters ─ `TextSeen.dec
 
 import codecs
 import hashlib
+import io
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from indexing.corpus.streams import DAMAGED
 
@@ -19,7 +19,8 @@ MOST_CONTROLS = 0.05
 """Share of the characters of decoded text; next to none in text, 0.1 and more in random bytes in any charset."""
 BOM = b"\xef\xbb\xbf"
 
-# Control characters that text has no use for (it has tabs, line ends and the escape of terminals), and characters for private use.
+# Control characters that text has no use for (it has tabs, line ends and the escape of terminals), and characters for
+# private use.
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f\ue000-\uf8ff]")
 _CUT = re.compile(r"(?<=\S)\s{1,8}(?=\S)")  # as in `indexing/tokenization/pieces.py`
 _GUESS_BYTES = 1 << 16
@@ -38,7 +39,8 @@ class TextSeen:
         lines: line ends.
         head: the first block.
         is_blank: whether all of it is white space.
-        longest_run: bytes of the longest run of blocks without a place at which the text can be cut, a blank between two words.
+        longest_run: bytes of the longest run of blocks without a place at which the text can be cut, a blank between
+            two words.
     """
 
     def __init__(self) -> None:
@@ -77,12 +79,12 @@ class TextSeen:
         return text
 
 
-def text_digest() -> Any:
+def text_digest() -> hashlib.blake2b:
     """The hash of a document's text, to be updated with its UTF-8 bytes; it decides the split."""
     return hashlib.blake2b(digest_size=8)
 
 
-def text_blocks(stream: Any) -> Iterator[bytes]:
+def text_blocks(stream: io.BufferedIOBase) -> Iterator[bytes]:
     """Read a text file in blocks of at least 1 MiB that end between two characters, without the byte order mark.
 
     Raises:
@@ -109,10 +111,11 @@ def text_blocks(stream: Any) -> Iterator[bytes]:
 
 
 def _end_of_characters(data: bytearray) -> int:
-    """Where a block can end so that both sides are decoded as the whole is: before the last byte that begins a character.
+    """Where a block can end so that both sides are decoded as the whole is: before the last byte that begins a
+    character.
 
-    That also holds for bytes that are not UTF-8, since an error ends before such a byte. After four bytes that continue a
-    character, no character continues.
+    That also holds for bytes that are not UTF-8, since an error ends before such a byte. After four bytes that continue
+    a character, no character continues.
     """
     for end in range(len(data) - 1, len(data) - 5, -1):
         if not 0x80 <= data[end] < 0xC0:
@@ -135,8 +138,8 @@ def is_noise(text: str) -> bool:
 def encoding_of(data: bytes, name: str) -> str:
     """Which encoding other than UTF-8 bytes seem to have, and how to convert the file; empty if unknown.
 
-    UTF-16 begins with a mark. Chinese text in GBK is recognized by its most frequent characters: in text of another encoding that
-    is read as GBK they are rare.
+    UTF-16 begins with a mark. Chinese text in GBK is recognized by its most frequent characters: in text of another
+    encoding that is read as GBK they are rare.
     """
     encoding = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
     if not encoding:

@@ -1,8 +1,8 @@
 """List the local files below a folder, or those that match a glob, and follow links.
 
-The parts of a glob are a small automaton: a state holds the parts that the next name of a path may match. A folder is read once for
-each state, whatever links lead to it: paths without a link come first, then others in alphabetical order. So cycles of links end, and
-links to links do not multiply.
+The parts of a glob are a small automaton: a state holds the parts that the next name of a path may match. A folder is
+read once for each state, whatever links lead to it: paths without a link come first, then others in alphabetical order.
+So cycles of links end, and links to links do not multiply.
 """
 
 import heapq
@@ -41,7 +41,8 @@ def walk(base: str, pattern: str = _ANY_DEPTH) -> Walked:
     """
     begin, step, is_match = _automaton(pattern)
     base, found, seen = base or "/", Walked(), set[tuple[str, State]]()
-    # Whether a link leads to a folder, the folder, the same without links, the state, and the folders above it without links.
+    # Whether a link leads to a folder, the folder, the same without links, the state, and the folders above it without
+    # links.
     waiting: list[tuple[bool, str, str, State, tuple[str, ...]]] = [(False, base, os.path.realpath(base), begin, ())]
     while waiting:
         is_linked, folder, real, state, above = heapq.heappop(waiting)

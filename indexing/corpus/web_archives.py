@@ -5,8 +5,8 @@
     conversion   text that a crawler extracted from a page (WET)
     response     an HTTP response with status 200 (WARC): text/plain as it is, HTML through the extractor of resiliparse
 
-Other records hold no text of a page and are skipped. A record whose Content-Length is wrong is left out, and reading continues at
-the next line that begins a record. Memory holds one record.
+Other records hold no text of a page and are skipped. A record whose Content-Length is wrong is left out, and reading
+continues at the next line that begins a record. Memory holds one record.
 """
 
 import codecs
@@ -37,7 +37,7 @@ class _LeftOut(Exception):
         self.kind, self.detail = kind, f"{detail}; it is left out"
 
 
-def warc_records(stream: Any, request: ReadRequest) -> Iterator[Document]:
+def warc_records(stream: io.BufferedIOBase, request: ReadRequest) -> Iterator[Document]:
     """Yield the documents among the requested records, and report problems by record, counted from 1.
 
     The keys of a record are its WARC headers and `url`. Its id is the URL, or the WARC-Record-ID if it has none.
@@ -89,11 +89,12 @@ class _Record:
     problem: _LeftOut | None = None
 
     def uri(self, name: str) -> str | None:
-        """A header with a URI, without the brackets that the format writes around ids, and some programs around URLs."""
+        """A header with a URI, without the brackets that the format writes around ids, and some programs around
+        URLs."""
         return self.headers.get_header(name, "").removeprefix("<").removesuffix(">") or None
 
 
-def _records(stream: Any, limit: int) -> Iterator[_Record]:
+def _records(stream: io.BufferedIOBase, limit: int) -> Iterator[_Record]:
     """Yield every record. Content of more than `limit` bytes is skipped.
 
     Raises:
@@ -127,7 +128,7 @@ def _records(stream: Any, limit: int) -> Iterator[_Record]:
             raise damage
 
 
-def _next_line(stream: Any) -> bytes:
+def _next_line(stream: io.BufferedIOBase) -> bytes:
     """The next line that is not blank, or its beginning; empty at the end of the file."""
     while (line := stream.readline(_LINE_BYTES)).isspace():
         pass
@@ -138,7 +139,7 @@ def _shown(line: bytes) -> str:
     return repr(line[:40].decode(errors="replace"))
 
 
-def _parse_headers(stream: Any, first_line: bytes) -> tuple[Any, int]:
+def _parse_headers(stream: io.BufferedIOBase, first_line: bytes) -> tuple[Any, int]:
     """Read the headers of a record; returns them and its Content-Length.
 
     Raises:
@@ -164,7 +165,7 @@ def _parse_headers(stream: Any, first_line: bytes) -> tuple[Any, int]:
 class _HeaderLines:
     """Lines of a stream, which end after `_HEADER_BYTES`: memory stays bounded if no blank line ends the headers."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: io.BufferedIOBase) -> None:
         self.stream, self.left = stream, _HEADER_BYTES
 
     def readline(self) -> bytes:
@@ -173,7 +174,7 @@ class _HeaderLines:
         return line
 
 
-def _read_content(stream: Any, length: int, limit: int) -> bytes:
+def _read_content(stream: io.BufferedIOBase, length: int, limit: int) -> bytes:
     """Read the content of a record; skips it if it has more than `limit` bytes.
 
     Raises:

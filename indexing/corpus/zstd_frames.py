@@ -4,8 +4,9 @@
     frame    header  block …  checksum
     block    3 bytes: whether it is the last, its type, its size; then its bytes, which decompress to at most 128 KiB
 
-`zstandard` decompresses all the bytes that it receives, and 4 of them can hold a block of 128 KiB. So each call receives one block
-(RFC 8878, section 3.1.1). Its `stream_reader` bounds memory too, but ends silently if a file is truncated.
+`zstandard` decompresses all the bytes that it receives, and 4 of them can hold a block of 128 KiB. So each call
+receives one block (RFC 8878, section 3.1.1). Its `stream_reader` bounds memory too, but ends silently if a file is
+truncated.
 """
 
 import io
@@ -15,8 +16,9 @@ from typing import Any
 _MAGIC, _MAGIC_BYTES, _SKIPPABLE = b"\x28\xb5\x2f\xfd", 4, b"\x2a\x4d\x18"
 _BLOCK_BYTES = 1 << 17
 _REPEATED, _COMPRESSED = 1, 2  # types of blocks; 0 is a copy
-# zstd writes windows of up to 2 GiB (`--long=31`), and large published corpora have them. Memory holds what was decompressed, up to the
-# window. Above the limit that the program `zstd` has too, the stored bytes must be enough for it.
+# zstd writes windows of up to 2 GiB (`--long=31`), and large published corpora have them. Memory holds what was
+# decompressed, up to the window. Above the limit that the program `zstd` has too, the stored bytes must be enough for
+# it.
 _WINDOW_BYTES, _MOST_EXPANSION = 1 << 27, 256
 
 
@@ -27,10 +29,11 @@ class DamagedZstd(Exception):
 class ZstdReader(io.RawIOBase):
     """The contents of all frames of a zstd stream.
 
-    Reading raises EOFError if the stream is truncated, and DamagedZstd if it is damaged, or expands to more than memory should hold.
+    Reading raises EOFError if the stream is truncated, and DamagedZstd if it is damaged, or expands to more than memory
+    should hold.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: io.BufferedIOBase) -> None:
         self._blocks, self._ready = _blocks(raw), memoryview(b"")
 
     def readable(self) -> bool:
@@ -48,7 +51,7 @@ class ZstdReader(io.RawIOBase):
         return size
 
 
-def _blocks(raw: Any) -> Iterator[bytes]:
+def _blocks(raw: io.BufferedIOBase) -> Iterator[bytes]:
     """Decompress the blocks of a stream."""
     while magic := raw.read(_MAGIC_BYTES):
         if 0x50 <= magic[0] < 0x60 and magic[1:] == _SKIPPABLE:
@@ -63,7 +66,7 @@ def _blocks(raw: Any) -> Iterator[bytes]:
             raise DamagedZstd("Unknown frame descriptor")
 
 
-def _blocks_of_frame(raw: Any) -> Iterator[bytes]:
+def _blocks_of_frame(raw: io.BufferedIOBase) -> Iterator[bytes]:
     """Decompress the blocks of a frame, after its magic number."""
     import zstandard
 
@@ -94,7 +97,7 @@ def _blocks_of_frame(raw: Any) -> Iterator[bytes]:
         raise DamagedZstd(str(error)) from error
 
 
-def _read_header(raw: Any) -> bytes:
+def _read_header(raw: io.BufferedIOBase) -> bytes:
     """The header of a frame with its magic number. Its first byte says which of the other fields it has."""
     first = _exactly(raw, 1)
     has_window = not first[0] & 0x20
@@ -102,7 +105,7 @@ def _read_header(raw: Any) -> bytes:
     return _MAGIC + first + _exactly(raw, has_window + (0, 1, 2, 4)[first[0] & 3] + size_bytes)
 
 
-def _exactly(raw: Any, size: int) -> bytes:
+def _exactly(raw: io.BufferedIOBase, size: int) -> bytes:
     data: bytes = raw.read(size)
     if len(data) < size:
         raise EOFError("the file ends inside a zstd frame")

@@ -5,9 +5,10 @@
     slices of a shard ──collect_grams──► gram sets of its candidates, read again
     all of these ──decide──► training documents to remove, each with the document it is near to and their exact Jaccard
 
-Documents are decided in corpus order. A training document is removed if it is near to a held-out or evaluation document, or to
-a training document that was kept. So the first document of a cluster stays, and every removed document is near to one that
-stays. Whatever MinHash guesses, no document below the threshold is removed. Held-out documents are never removed.
+Documents are decided in corpus order. A training document is removed if it is near to a held-out or evaluation
+document, or to a training document that was kept. So the first document of a cluster stays, and every removed document
+is near to one that stays. Whatever MinHash guesses, no document below the threshold is removed. Held-out documents are
+never removed.
 """
 
 import itertools
@@ -50,14 +51,15 @@ class DedupSettings:
     held_out: bool = False
     """Remove training documents that are near to a document of `valid` or `test` (paper, section 2.1)."""
     paths: tuple[Text, ...] = ()
-    """Remove training documents that are near to a document in these files: an evaluation set, read like `corpus.paths`."""
+    """Remove training documents that are near to a document in these files: an evaluation set, read like
+    `corpus.paths`."""
     ngram: PositiveInt = 13
     """Units per n-gram (paper: 13). A unit is a word, or a character in scripts without spaces."""
     threshold: PositiveFraction = 0.8
     """Two documents are near if the Jaccard similarity of their n-gram sets is at least this (paper: 0.8)."""
     permutations: PositiveInt = 128
-    """Permutations of MinHash. More take longer to compute, but leave fewer pairs to compare exactly. They hardly change which
-    pairs are found, and never remove a document by mistake, because the final similarities are exact."""
+    """Permutations of MinHash. More take longer to compute, but leave fewer pairs to compare exactly. They hardly
+    change which pairs are found, and never remove a document by mistake, because the final similarities are exact."""
 
     def __post_init__(self) -> None:
         if banding(self.threshold, self.permutations) is None:
@@ -161,7 +163,8 @@ def collect_grams(
 
 @dataclass(frozen=True)
 class Signatures:
-    """The signatures of all shards in corpus order, with evaluation files last. A document is identified by its position.
+    """The signatures of all shards in corpus order, with evaluation files last. A document is identified by its
+    position.
 
     Attributes:
         folders: folders of the shards.
@@ -190,8 +193,9 @@ class Signatures:
 def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance: Advance) -> np.ndarray:
     """Find documents that share buckets: [meetings, 2] int64, document and bucket, in order of document.
 
-    A bucket holds the documents with the same hash in the same band. Buckets in which nothing can be removed are left out: those
-    without training documents, or with one and nothing to compare it with. `advance` is called after every band.
+    A bucket holds the documents with the same hash in the same band. Buckets in which nothing can be removed are left
+    out: those without training documents, or with one and nothing to compare it with. `advance` is called after every
+    band.
 
     Memory holds one band at a time, about 30 bytes per document, and 16 bytes for every meeting.
     """
@@ -261,12 +265,13 @@ class GramSets:
 def decide(
     meetings: np.ndarray, signatures: Signatures, sets: GramSets, settings: DedupSettings, *, advance: Advance
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield the training documents to remove, in corpus order: document, the first document it is near to, their Jaccard.
+    """Yield the training documents to remove, in corpus order: document, the first document it is near to, their
+    Jaccard.
 
-    A document is compared with held-out and evaluation documents, then, if `within`, with training documents that were kept.
-    Kept documents are at the front of their bucket, so each of a thousand copies is compared with one document only.
-    `meetings` [meetings, 2] int64 is the result of `find_candidates`; `sets` holds the gram sets of the documents in it.
-    `advance` is called for every training document.
+    A document is compared with held-out and evaluation documents, then, if `within`, with training documents that were
+    kept. Kept documents are at the front of their bucket, so each of a thousand copies is compared with one document
+    only. `meetings` [meetings, 2] int64 is the result of `find_candidates`; `sets` holds the gram sets of the documents
+    in it. `advance` is called for every training document.
     """
     documents, buckets = meetings.T
     members = np.bincount(buckets)
@@ -319,7 +324,8 @@ def write_removed(
     sets: GramSets,
     shards: Sequence[str],
 ) -> dict[str, int]:
-    """Write the result of `decide` into the folder `work`; returns how many documents are removed, by the kind they are near to.
+    """Write the result of `decide` into the folder `work`; returns how many documents are removed, by the kind they are
+    near to.
 
     removed.jsonl: a line per document, with the document it is near to   SHARD.npy [removed] int64: positions in a shard
 

@@ -2,8 +2,8 @@
 
     text ──units──► hashes of words ──gram_set──► sorted set of 64-bit n-grams ──Sketch──► MinHash bands
 
-A unit is a lower-cased word, or one character of a script without spaces (Chinese, Japanese, Thai …). So 13 units are about a
-sentence in either kind of script. Punctuation and blanks do not count.
+A unit is a lower-cased word, or one character of a script without spaces (Chinese, Japanese, Thai …). So 13 units are
+about a sentence in either kind of script. Punctuation and blanks do not count.
 """
 
 import re
@@ -55,8 +55,8 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 def banding(threshold: float, permutations: int) -> tuple[int, int] | None:
     """Choose the shape of MinHash bands: (number, rows), or None if there are too few permutations for the threshold.
 
-    Two sets share a given band with probability J^rows. Of all shapes that miss at most 1 in 100 pairs exactly at the threshold,
-    this one has the most rows, and so the fewest pairs that share a band by chance.
+    Two sets share a given band with probability J^rows. Of all shapes that miss at most 1 in 100 pairs exactly at the
+    threshold, this one has the most rows, and so the fewest pairs that share a band by chance.
     """
     for rows in range(permutations, 0, -1):
         bands = permutations // rows
@@ -84,7 +84,8 @@ class Sketch:
             from datasketch import MinHash
         except ImportError as error:
             raise InputError("[dedup] needs the package datasketch: pip install 'retro[dedup]'.") from error
-        # The scheme is fixed because it determines stored bytes. Grams are hashes already, so they are not hashed again.
+        # The scheme is fixed because it determines stored bytes. Grams are hashes already, so they are not hashed
+        # again.
         return MinHash(self.bands * self.rows, seed=_SEED, scheme="affine32", hashfunc=int)
 
     def __call__(self, grams: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Embed chunks by the tokens that they contain. It needs no model.
 
-Damped TF-IDF of token unigrams and hashed bigrams, projected by a fixed Gaussian matrix. RETRO gains most from lexical overlap
-(Norlund et al. 2023; Doostmohammadi et al. 2023).
+Damped TF-IDF of token unigrams and hashed bigrams, projected by a fixed Gaussian matrix. RETRO gains most from lexical
+overlap (Norlund et al. 2023; Doostmohammadi et al. 2023).
 """
 
 from pathlib import Path
@@ -18,7 +18,8 @@ _BIGRAM_WEIGHT = 0.5
 
 
 def _ngrams(tokens: np.ndarray, lengths: np.ndarray, is_special: np.ndarray, buckets: int) -> np.ndarray:
-    """Feature ids [n, 2t-1] int64 of unigrams (token id) and bigrams (vocabulary size + hash); -1 where there is none."""
+    """Feature ids [n, 2t-1] int64 of unigrams (token id) and bigrams (vocabulary size + hash); -1 where there is
+    none."""
     vocab_size = len(is_special)
     ids = tokens.astype(np.int64)  # [n, t]
     ids[(np.arange(tokens.shape[1]) >= lengths[:, None]) | is_special[ids]] = -1
@@ -97,8 +98,8 @@ def fit_lexical(
         block = slice(start, start + _BLOCK_ROWS)
         _, values, _ = _term_frequencies(_ngrams(tokens[block], lengths[block], is_special, settings.bigram_buckets))
         frequency += np.bincount(values, minlength=len(frequency))
-    # Damped twice. With plain TF-IDF the rarest bigrams dominate, and chunks that share only common words form no clusters. That
-    # lowers the index's recall and the value of the neighbors (docs/results/which-neighbors.md).
+    # Damped twice. With plain TF-IDF the rarest bigrams dominate, and chunks that share only common words form no
+    # clusters. That lowers the index's recall and the value of the neighbors (docs/results/which-neighbors.md).
     weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
     weights[: len(is_special)][is_special] = 0
     weights[len(is_special) :] *= _BIGRAM_WEIGHT
@@ -108,7 +109,8 @@ def fit_lexical(
 
 
 def token_weights(folder: Path) -> np.ndarray:
-    """Inverse document frequency of each token, [vocabulary] float32, from the lexical embedder in a datastore's `embedder/`.
+    """Inverse document frequency of each token, [vocabulary] float32, from the lexical embedder in a datastore's
+    `embedder/`.
 
     Special tokens have 0. The weights of the embedder are its square roots, see `fit_lexical`.
     """

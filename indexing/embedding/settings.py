@@ -28,14 +28,14 @@ class EmbedderSettings:
     dimension: Annotated[int, Field(ge=8, le=2**16)] = 256
     """Width of lexical embeddings. A transformer has its own width."""
     bigram_buckets: Annotated[int, Field(ge=1, le=2**31)] = 2**18
-    """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
-    Fewer of them save memory and find neighbors that are as useful (docs/results/which-neighbors.md)."""
+    """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with
+    the defaults. Fewer of them save memory and find neighbors that are as useful (docs/results/which-neighbors.md)."""
     seed: NonNegativeInt = 0
     """Lexical: seed of the projection and of the sample."""
     path: str = ""
-    """Transformer: a local folder or hub name for `transformers`; `minilm` is the model of the extra `retro[minilm]`. Lexical: a
-    datastore whose embedder is copied with all its settings, so that each datastore can retrieve from the other. Empty: a new
-    lexical embedder."""
+    """Transformer: a local folder or hub name for `transformers`; `minilm` is the model of the extra `retro[minilm]`.
+    Lexical: a datastore whose embedder is copied with all its settings, so that each datastore can retrieve from the
+    other. Empty: a new lexical embedder."""
     pooling: Literal["auto", "mean", "cls"] = "auto"
     """Transformer: `auto` uses the setting of a sentence-transformers folder, and `mean` without one."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -103,11 +103,12 @@ class NotFinite(InputError):
 
 
 def unit(vectors: np.ndarray, texts: Sequence[str] = ()) -> np.ndarray:
-    """Scale rows to unit length. A row without content becomes the first axis. A zero row would be nearer to every unit vector
-    (d² = 1) than almost all of them are to each other (d² ≈ 2), and so a neighbor of all.
+    """Scale rows to unit length. A row without content becomes the first axis. A zero row would be nearer to every unit
+    vector (d² = 1) than almost all of them are to each other (d² ≈ 2), and so a neighbor of all.
 
     Raises:
-        NotFinite: a row has a number, or a length, that is not finite. The message quotes its text, if `texts` are given.
+        NotFinite: a row has a number, or a length, that is not finite. The message quotes its text, if `texts` are
+            given.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -1,6 +1,7 @@
 """Embed the text of chunks with any encoder that `transformers` loads.
 
-States are pooled by the mean like the paper's BERT (section 2.2), by CLS, or as a sentence-transformers folder specifies.
+States are pooled by the mean like the paper's BERT (section 2.2), by CLS, or as a sentence-transformers folder
+specifies.
 """
 
 from collections.abc import Callable

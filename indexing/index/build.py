@@ -3,8 +3,8 @@
     sample of all shards → trained.faiss → one filled copy per shard → nprobe tuned to a recall target
     queries → every shard → merged candidates → distances from the stored embeddings → the nearest k
 
-The default is cheap codes plus exact re-ranking: if 64 candidates are re-ranked, four-bit codes lose almost no recall. Faiss is
-imported inside functions, so that a machine without it can read the settings.
+The default is cheap codes plus exact re-ranking: if 64 candidates are re-ranked, four-bit codes lose almost no recall.
+Faiss is imported inside functions, so that a machine without it can read the settings.
 """
 
 import re
@@ -42,15 +42,18 @@ class IndexSettings:
     """Type of the index, and its recall target."""
 
     factory: str = ""
-    """Faiss factory string. Empty: chosen by the rules of autofaiss from the number of chunks and the settings below."""
+    """Faiss factory string. Empty: chosen by the rules of autofaiss from the number of chunks and the settings
+    below."""
     memory: Size = "4GB"
     """Memory budget for the whole index (`500MB`, `16GB`)."""
     flat_below: int = 20_000
     """Datastores with fewer chunks get an exact index (`Flat`)."""
     codes: Literal["fast-scan", "pq"] = "fast-scan"
-    """`fast-scan`: 4-bit PQ (d/4 bytes per chunk), the fastest, to be re-ranked. `pq`: autofaiss's proposal (OPQ + 8-bit PQ)."""
+    """`fast-scan`: 4-bit PQ (d/4 bytes per chunk), the fastest, to be re-ranked. `pq`: autofaiss's proposal (OPQ +
+    8-bit PQ)."""
     recall_target: PositiveFraction = 0.8
-    """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches it."""
+    """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches
+    it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the training sample and of k-means."""
 
@@ -68,7 +71,8 @@ def sample_size(num_vectors: int, key: str, points_per_list: int = POINTS_PER_LI
 
 
 def training_sample(split: Split, size: int, seed: int) -> np.ndarray:
-    """Sample this many vectors uniformly over all shards: [n, d] float32. The first rows alone would come from one source."""
+    """Sample this many vectors uniformly over all shards: [n, d] float32. The first rows alone would come from one
+    source."""
     total = split.num_chunks
     if total <= size:
         ids = np.arange(total, dtype=np.int64)
@@ -112,7 +116,8 @@ def train(work: Path, key: str, sample: np.ndarray, seed: int, points_per_list: 
 
 
 def _train_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
-    """Give the quantizer its centroids. A graph is built on one thread: several would build a different one each time."""
+    """Give the quantizer its centroids. A graph is built on one thread: several would build a different one each
+    time."""
     import faiss
 
     transformed = sample
@@ -131,8 +136,8 @@ def _train_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
 
 
 def add_shard(work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Advance) -> None:
-    """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`; see
-    `write_shard`."""
+    """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from
+    `first_id`; see `write_shard`."""
     index = on_gpus(read_index(trained / "trained.faiss"), "adding")
     for start in range(0, len(embeddings), _BLOCK_ROWS):
         rows = to_float32(embeddings[start : start + _BLOCK_ROWS])
@@ -174,7 +179,8 @@ def tune(
         if curve[-1][1] >= settings.recall_target or nprobe >= index.max_nprobe:
             break
         nprobe *= 2
-    # If coarse codes keep every nprobe below the target, more lists than the best curve point needs would only cost time.
+    # If coarse codes keep every nprobe below the target, more lists than the best curve point needs would only cost
+    # time.
     reached = max(recall for _, recall in curve)
     fewest = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
     tuned = {"nprobe": fewest, "recall_at_10": dict(curve)[fewest], "queries": len(queries), "curve": curve}

@@ -3,8 +3,9 @@
     sample → √L groups → k-means in each group, L centroids in all → k-means from there, where a vector compares itself
     with the centroids of its nearest groups only
 
-Plain k-means compares every vector with every centroid. 64 vectors for each of 65,536 lists are 275 billion comparisons in one
-iteration; two levels with 8 of 256 groups are 10 billion. Balance: a group has as many lists as its share of the vectors.
+Plain k-means compares every vector with every centroid. 64 vectors for each of 65,536 lists are 275 billion comparisons
+in one iteration; two levels with 8 of 256 groups are 10 billion. Balance: a group has as many lists as its share of the
+vectors.
 """
 
 import math
@@ -39,7 +40,8 @@ def train_centroids(vectors: np.ndarray, count: int, parameters: Any) -> np.ndar
 
 
 def comparisons(count: int) -> float:
-    """Centroids with which an iteration of `train_centroids` compares a vector, in units of the time in a product with all.
+    """Centroids with which an iteration of `train_centroids` compares a vector, in units of the time in a product with
+    all.
 
     In two levels: those of the vector's group, then all √L groups, and √L centroids in each of the nearest ones.
     """
@@ -73,7 +75,8 @@ def two_levels(vectors: np.ndarray, count: int, parameters: Any) -> np.ndarray:
 
 
 def shares(sizes: np.ndarray, count: int) -> np.ndarray:
-    """Divide `count` lists among groups by their number of vectors: [groups] int64, at most one list for each vector."""
+    """Divide `count` lists among groups by their number of vectors: [groups] int64, at most one list for each
+    vector."""
     exact = sizes / sizes.sum() * count
     lists = np.minimum(np.maximum(exact.astype(np.int64), sizes > 0), sizes)
     while (missing := count - int(lists.sum())) > 0:  # the largest remainders first

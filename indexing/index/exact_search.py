@@ -36,7 +36,8 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
         block = slice(start, start + step)
         candidates = embeddings.gather(np.maximum(ids[block], 0).ravel())
         vectors = to_float32(candidates).reshape(*ids[block].shape, -1)  # [n, c, d]
-        # einsum, not matmul: BLAS rounds differently with other numbers of threads, and stored bytes must not depend on them.
+        # einsum, not matmul: BLAS rounds differently with other numbers of threads, and stored bytes must not depend on
+        # them.
         products = np.einsum("ncd,nd->nc", vectors, queries[block])
         squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
         distances[block], ordered[block] = order_by_distance(np.maximum(squared, 0), ids[block])
@@ -46,7 +47,8 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
 
 
 def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) -> np.ndarray:
-    """Squared L2 distances [n, c] float32 of queries [n, d] to chunks, ids [n, c] int64 of a retrieval set; +inf for -1.
+    """Squared L2 distances [n, c] float32 of queries [n, d] to chunks, ids [n, c] int64 of a retrieval set; +inf for
+    -1.
 
     Embeddings are read in the order of their ids: many queries together read a file once and in sequence.
     """
@@ -64,7 +66,8 @@ def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) 
 
 
 def stored_distances(split: Split, chunks: np.ndarray, retrieval: RetrievalSet, ranks: Sequence[int]) -> np.ndarray:
-    """Squared L2 distances [n, ranks] float32 of chunks [n] of a split to their stored neighbors of some ranks; +inf for none."""
+    """Squared L2 distances [n, ranks] float32 of chunks [n] of a split to their stored neighbors of some ranks; +inf
+    for none."""
     ids = split.neighbor_ids.gather(chunks)[:, ranks]
     return distances_to(to_float32(split.embeddings.gather(chunks)), ids, retrieval)
 
@@ -83,7 +86,8 @@ def exact_search(
     excluded: IdRanges | None = None,
     among: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the true k nearest by a blocked matrix product over all stored embeddings. All recalls are measured against it.
+    """Find the true k nearest by a blocked matrix product over all stored embeddings. All recalls are measured against
+    it.
 
     Args:
         queries: [n, d] float32.

@@ -11,7 +11,8 @@ from indexing.store.remote import present
 
 
 def write_index(path: Path, index: Any) -> None:
-    """Write an index through a Python file: `faiss.write_index` itself reports success if the last block finds a full disk."""
+    """Write an index through a Python file: `faiss.write_index` itself reports success if the last block finds a full
+    disk."""
     import faiss
 
     with open(path, "wb") as file:
@@ -19,7 +20,8 @@ def write_index(path: Path, index: Any) -> None:
 
 
 def write_shard(path: Path, index: Any) -> None:
-    """Write a filled copy of the trained index, without the coarse quantizer if `read_shard` can take that of the trained index.
+    """Write a filled copy of the trained index, without the coarse quantizer if `read_shard` can take that of the
+    trained index.
 
     The quantizer of 32,768 lists takes 42 MB, a shard of 312,000 vectors with four-bit codes 23 MB.
     """
@@ -55,7 +57,8 @@ def read_shard(path: Path, trained: Any) -> Any:
 def shares_quantizer(index: Any) -> bool:
     """True for inverted lists that are the same without the quantizer: `write_shard` leaves it out.
 
-    Lists of other kinds may not be merged (Faiss 1.15.1), and 8-bit product quantizers compute tables from it when they are read.
+    Lists of other kinds may not be merged (Faiss 1.15.1), and 8-bit product quantizers compute tables from it when they
+    are read.
     """
     import faiss
 
@@ -79,7 +82,8 @@ def read_index(path: Path) -> Any:
 
 
 def ivf_of(index: Any) -> Any | None:
-    """The IVF part of an index, with its own type (`IndexIVFPQ`, …; Faiss returns `IndexIVF`), or None if it has none."""
+    """The IVF part of an index, with its own type (`IndexIVFPQ`, …; Faiss returns `IndexIVF`), or None if it has
+    none."""
     import faiss
 
     ivf = faiss.try_extract_index_ivf(index)

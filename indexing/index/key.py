@@ -1,6 +1,7 @@
 """Choose the Faiss factory string of an index from the number of vectors, their dimension and a memory budget.
 
-autofaiss is asked where it is installed. It requires NumPy 1, so it is a dependency up to Python 3.11 only; elsewhere `proposal` gives the same key.
+autofaiss is asked where it is installed. It requires NumPy 1, so it is a dependency up to Python 3.11 only; elsewhere
+`proposal` gives the same key.
 """
 
 import importlib.util

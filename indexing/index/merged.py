@@ -1,4 +1,5 @@
-"""Merge all shards of an index into one with inverted lists on disk, to serve with less memory than the index has bytes.
+"""Merge all shards of an index into one with inverted lists on disk, to serve with less memory than the index has
+bytes.
 
 index/merged/merged.faiss      quantizers and the positions of the lists
              merged.ivfdata    all lists, mapped into memory as searches visit them
@@ -31,8 +32,8 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
         the number of vectors.
 
     Raises:
-        InputError: the index has no inverted lists, or Faiss cannot merge them (1.15.1: fast-scan lists; the default key
-            stores plain codes).
+        InputError: the index has no inverted lists, or Faiss cannot merge them (1.15.1: fast-scan lists; the default
+            key stores plain codes).
     """
     import faiss
     from faiss.contrib.ondisk import merge_ondisk

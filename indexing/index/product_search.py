@@ -2,9 +2,9 @@
 
     blocks of chunks → products with a block of queries → maxima of groups → the best groups → candidates
 
-The top k values of a row are in its top k groups, for any grouping. So products are reduced to maxima of 4, then of 16, and
-again of 16, while they are in the cache. Only the last step reads single chunks. There is no training, and only rounding can
-miss a neighbor: products are bfloat16 if the hardware supports it, and the caller re-ranks the candidates.
+The top k values of a row are in its top k groups, for any grouping. So products are reduced to maxima of 4, then of 16,
+and again of 16, while they are in the cache. Only the last step reads single chunks. There is no training, and only
+rounding can miss a neighbor: products are bfloat16 if the hardware supports it, and the caller re-ranks the candidates.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _COLUMNS = 262_144  # chunks in the precision of the products at a time: 128 MB of bfloat16 for d = 256
 _FANS = (4, 16, 16)  # group size on each level
 _WIDTH = 4 * 16 * 16
-# Queries and chunks multiplied at a time. On a CPU the products take half a megabyte, which stays in a core's cache until it
-# is reduced. With four times as much the maxima take twice as long.
+# Queries and chunks multiplied at a time. On a CPU the products take half a megabyte, which stays in a core's cache
+# until it is reduced. With four times as much the maxima take twice as long.
 _SHAPES = {"cpu": (256, _WIDTH), "cuda": (8192, 16 * _WIDTH)}
 _MEMBERS = {"cpu": 2**25, "cuda": 2**30}  # components of single chunks read per block of queries
 
@@ -66,7 +66,8 @@ class ProductIndex:
         """Find the k candidates of each query.
 
         Args:
-            queries: [n, d] float32, of unit length. Pass many at once: without `keep`, each call reads and converts all chunks.
+            queries: [n, d] float32, of unit length. Pass many at once: without `keep`, each call reads and converts all
+                chunks.
             k: candidates per query.
             excluded: ids that a query must not find.
             nprobe: ignored, since there are no lists.
@@ -192,10 +193,11 @@ def _products(points: "Tensor", columns: "Tensor") -> "Tensor":
 
 
 def _scores(points: "Tensor", columns: "Tensor", positions: "Tensor", better: "Tensor") -> "Tensor":
-    """Products of queries [q, d] with single chunks, `positions` [q, g · members] in `columns`: [q, g · members] float32.
+    """Products of queries [q, d] with single chunks, `positions` [q, g · members] in `columns`: [q, g · members]
+    float32.
 
-    On a CPU -inf for groups that are not `better` [q, g]: few groups of the later chunks are, and reading single chunks is slow.
-    A GPU would wait for shapes that depend on values.
+    On a CPU -inf for groups that are not `better` [q, g]: few groups of the later chunks are, and reading single chunks
+    is slow. A GPU would wait for shapes that depend on values.
     """
     import torch
 

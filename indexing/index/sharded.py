@@ -84,8 +84,8 @@ class ShardedIndex:
         Args:
             folder: the datastore's `index`.
             shards: shard numbers.
-            memory: bytes. If the shards need more, the merged index on disk (`--stage merge`) is searched. Without one, every
-                search reads the shards group by group, which costs little for many queries at once.
+            memory: bytes. If the shards need more, the merged index on disk (`--stage merge`) is searched. Without one,
+                every search reads the shards group by group, which costs little for many queries at once.
             only_fitting: search only the first of the shards, as many as fit into memory.
         """
         folders = [folder / shard_name(shard) for shard in shards]
@@ -164,7 +164,8 @@ def _groups(shards: Sequence[Path], memory: int, trained: Any) -> list[list[Path
 
 
 def _bytes_of(shard: Path, row_bytes: int | None) -> int:
-    """Bytes of a shard: of its vectors, or of its file; from the manifest if there is one, so that nothing is fetched from a URL."""
+    """Bytes of a shard: of its vectors, or of its file; from the manifest if there is one, so that nothing is fetched
+    from a URL."""
     if not fetch_manifest(shard):
         return (shard / "vectors.faiss").stat().st_size
     if row_bytes:
@@ -175,8 +176,8 @@ def _bytes_of(shard: Path, row_bytes: int | None) -> int:
 def _opened(files: list[Path], trained: Any) -> list[Any]:
     """Open some shards: merged into one if Faiss can, packed for fast scanning, and on GPUs if there are any.
 
-    Faiss 1.15.1 corrupts memory when it merges fast-scan lists. So shards are stored with plain four-bit codes, which can be
-    merged, and packed here. An index whose key asks for fast-scan lists stays divided into shards.
+    Faiss 1.15.1 corrupts memory when it merges fast-scan lists. So shards are stored with plain four-bit codes, which
+    can be merged, and packed here. An index whose key asks for fast-scan lists stays divided into shards.
     """
 
     whole = read_shard(files[0], trained)

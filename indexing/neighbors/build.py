@@ -1,7 +1,7 @@
 """Find the neighbors of every chunk once, and store them.
 
-New generations are merged with the stored neighbors, with the same result as one search of everything. The order by tokens and
-n-grams depend on all candidates or chunks, so with them the stored neighbors stay as they are.
+New generations are merged with the stored neighbors, with the same result as one search of everything. The order by
+tokens and n-grams depend on all candidates or chunks, so with them the stored neighbors stay as they are.
 """
 
 from pathlib import Path
@@ -38,8 +38,8 @@ def neighbor_shard(
         split: the split of the chunks, in datastore 0. Own documents are excluded in this datastore only.
         rows: first and stop of the chunk ids.
         search: indexes and rules.
-        before: folder with the same file from a search of other indexes, to merge with this search, and the chunks that it names; None
-            with order or n-grams.
+        before: folder with the same file from a search of other indexes, to merge with this search, and the chunks that
+            it names; None with order or n-grams.
         advance: called with the number of finished chunks.
 
     Returns:
@@ -67,7 +67,8 @@ def neighbor_shard(
 
 
 def _earlier(vectors: np.ndarray, folder: Path, retrieval: RetrievalSet, first: int) -> list[Nearest]:
-    """The neighbors in each datastore that an earlier search found for the chunks from row `first` on, with embeddings [n, d]."""
+    """The neighbors in each datastore that an earlier search found for the chunks from row `first` on, with embeddings
+    [n, d]."""
     vectors, ids, results = to_float32(vectors), open_array(folder / "ids.npy")[first : first + len(vectors)], []
     for number, split in enumerate(retrieval.splits):
         of_split = np.where(ids >> CHUNK_ID_BITS == number, ids & ((1 << CHUNK_ID_BITS) - 1), -1)

@@ -2,8 +2,8 @@
 
     embeddings → candidates of the index → drop excluded chunks → exact distances → too few left? search deeper
 
-Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
-left with fewer neighbors than `neighbors.stored` are searched again with more candidates.
+Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself.
+Chunks left with fewer neighbors than `neighbors.stored` are searched again with more candidates.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
 
 COMPLETING_BYTES = 1_000_000_000
-"""Codes and ids of the index, in bytes, that chunks with too few n-grams search: of the first 14 million chunks by default."""
+"""Codes and ids of the index, in bytes, that chunks with too few n-grams search: of the first 14 million chunks by
+default."""
 
 _OVERLAP_ROWS = 4096
 
@@ -34,7 +35,8 @@ class Index(Protocol):
     Attributes:
         num_vectors: chunks in the index.
         nprobe, max_nprobe: inverted lists that a search visits, and how many there are.
-        by_codes: whether it compares codes, in whose order `rerank` = "none" leaves the candidates, instead of embeddings.
+        by_codes: whether it compares codes, in whose order `rerank` = "none" leaves the candidates, instead of
+            embeddings.
     """
 
     num_vectors: int
@@ -54,8 +56,8 @@ def open_index(train: Split, shards: range, method: Method, device: str = "auto"
     Args:
         train: the split.
         shards: shard numbers.
-        method: how candidates are found. `ngrams` opens the index for chunks with too few candidates by n-grams: the first shards
-            only, up to `COMPLETING_BYTES`, because these chunks are few and find little.
+        method: how candidates are found. `ngrams` opens the index for chunks with too few candidates by n-grams: the
+            first shards only, up to `COMPLETING_BYTES`, because these chunks are few and find little.
         device: of `exact`.
         keep: keep the embeddings of `exact` in memory, for searches of few queries.
     """
@@ -107,8 +109,8 @@ def neighbors_of(
         nprobe: inverted lists that the first search visits; None = the index's `nprobe`.
 
     Returns:
-        ids [n, settings.per_index] int64 (-1 = none), distances of the same shape, float32 (+inf), and the number of queries
-        searched again.
+        ids [n, settings.per_index] int64 (-1 = none), distances of the same shape, float32 (+inf), and the number of
+        queries searched again.
     """
     chunks = replace(chunks, vectors=to_float32(chunks.vectors))
     nprobe = index.nprobe if nprobe is None else nprobe
@@ -128,8 +130,8 @@ def _deeper_searches(
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """Yield searches until no query of `starved` lacks a neighbor in `ids`, which the caller updates.
 
-    Usually a query lacks neighbors because its own document filled the candidates. So the first round asks for as many more
-    as the document has chunks, in the same lists. Only the last round goes past the whole of a long document.
+    Usually a query lacks neighbors because its own document filled the candidates. So the first round asks for as many
+    more as the document has chunks, in the same lists. Only the last round goes past the whole of a long document.
 
     Yields:
         queries to search again, candidates to ask for, lists to visit.

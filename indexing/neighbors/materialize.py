@@ -1,6 +1,7 @@
 """Write the tokens of each chunk's first neighbors next to the chunk, so that training reads them in sequence.
 
-stored neighbor ids [chunks, stored] → the first s of each → tokens with continuation [chunks, s, 2m], lengths [chunks, s]
+stored neighbor ids [chunks, stored] → the first s of each → tokens with continuation [chunks, s, 2m], lengths [chunks,
+s]
 """
 
 from pathlib import Path

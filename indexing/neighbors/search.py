@@ -4,8 +4,8 @@
                                       │
     rare n-grams of tokens (optional) ┘
 
-Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
-the nearest or best neighbors of all are returned. Missing neighbors are -1.
+Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is
+searched, and the nearest or best neighbors of all are returned. Missing neighbors are -1.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,8 @@ class NeighborSearch:
         Args:
             chunks: the queries.
             k: neighbors to return, the first of the stored ones; None = all.
-            earlier: results [n, stored] of searches of other indexes, to merge with this search; none with order or n-grams.
+            earlier: results [n, stored] of searches of other indexes, to merge with this search; none with order or
+                n-grams.
 
         Returns:
             ids [n, k] int64 of the retrieval set (-1 = none), and the number of queries searched again.
@@ -83,7 +84,8 @@ class NeighborSearch:
         return self.order.best(chunks.tokens[0], merge_nearest(results, self.settings.candidates)[0], k), deeper
 
     def _search_indexes(self, chunks: QueryChunks, most_lists: int | None = None) -> tuple[list[Nearest], int]:
-        """The nearest chunks in every index, and the number of queries searched again. It visits at most `most_lists` at first."""
+        """The nearest chunks in every index, and the number of queries searched again. It visits at most `most_lists`
+        at first."""
         results, deeper = list[Nearest](), 0
         for opened in self.indexes:
             queries = chunks if opened.datastore == 0 else replace(chunks, own=None)
@@ -94,7 +96,8 @@ class NeighborSearch:
         return results, deeper
 
     def _find_by_ngrams(self, chunks: QueryChunks, by_ngrams: NgramIndex, k: int) -> tuple[np.ndarray, int]:
-        """`find` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
+        """`find` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists
+        after them."""
         assert chunks.tokens is not None
         stored, candidates, retrieval = self.settings.stored, self.settings.candidates, by_ngrams.retrieval
 
@@ -114,7 +117,8 @@ class NeighborSearch:
         return order_by_distance(distances, ids)[1][:, :k], len(starved)
 
     def _allowed(self, chunks: QueryChunks, rows: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) -> np.ndarray:
-        """Candidates [r, c] of the chunks `rows`, with -1 for those of the own document, of deleted documents, and for near copies."""
+        """Candidates [r, c] of the chunks `rows`, with -1 for those of the own document, of deleted documents, and for
+        near copies."""
         if chunks.own is not None:
             ids = np.where(in_ranges(ids, (chunks.own[0][rows], chunks.own[1][rows])), -1, ids)
         if chunks.live:

@@ -24,37 +24,42 @@ class NeighborSettings:
     """Search and storage of neighbors."""
 
     stored: Annotated[int, Field(ge=1, le=_MOST_NEIGHBORS)] = 16
-    """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
+    """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own
+    documents."""
     candidates: Annotated[int, Field(le=_MOST_CANDIDATES)] = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: Literal["auto", "embeddings", "tokens", "none"] = "auto"
-    """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
-    with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
-    (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
-    `tokens` with the lexical embedder, `embeddings` (as in the paper) with a transformer; stored neighbors keep their order."""
+    """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that
+    they share with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
+    (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no
+    codes. `auto`: `tokens` with the lexical embedder, `embeddings` (as in the paper) with a transformer; stored
+    neighbors keep their order."""
     search: Literal["auto", "index", "exact", "ngrams"] = "auto"
-    """Search for candidates. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `ngrams`: by the rare
-    n-grams of tokens that chunks share, and by the index's codes for chunks that share too few. `auto`: `ngrams` with the lexical
-    embedder, else the faster of the others (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
+    """Search for candidates. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `ngrams`:
+    by the rare n-grams of tokens that chunks share, and by the index's codes for chunks that share too few. `auto`:
+    `ngrams` with the lexical embedder, else the faster of the others (docs/explanation/neighbor-search.md); stored
+    neighbors keep their method."""
     max_overlap: Fraction = 1.0
-    """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
-    Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts. The datastore has no
-    votes after a match that is longer than this fraction of a chunk."""
+    """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep
+    all. Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts.
+    The datastore has no votes after a match that is longer than this fraction of a chunk."""
     extra_datastores: tuple[Path, ...] = ()
-    """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can be neighbors."""
+    """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can
+    be neighbors."""
     materialized: NonNegativeInt = 0
-    """Neighbors of each chunk whose tokens the stage `materialize` writes next to the chunk, for `data.materialized`. Use a few
-    more than `data.k`, because training skips some neighbors. 0 = none."""
+    """Neighbors of each chunk whose tokens the stage `materialize` writes next to the chunk, for `data.materialized`.
+    Use a few more than `data.k`, because training skips some neighbors. 0 = none."""
 
     @property
     def precise_candidates(self) -> int:
-        """Candidates of a search by the embeddings: 1.5 times `per_index`, at least 16 more, because bfloat16 products are not exact."""
+        """Candidates of a search by the embeddings: 1.5 times `per_index`, at least 16 more, because bfloat16 products
+        are not exact."""
         return self.per_index + max(16, self.per_index // 2)
 
     @property
     def by_distance(self) -> bool:
-        """Whether the nearest chunks are stored. Only these can be merged: the order by tokens needs all candidates, and n-grams need
-        all chunks, but only the chosen neighbors are stored."""
+        """Whether the nearest chunks are stored. Only these can be merged: the order by tokens needs all candidates,
+        and n-grams need all chunks, but only the chosen neighbors are stored."""
         return self.rerank != "tokens" and self.search != "ngrams"
 
     @property

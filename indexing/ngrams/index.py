@@ -3,8 +3,9 @@
     chunks of each shard → bigrams and 4-grams → hashes in order, block by block                ngrams/runs/00000/   (temporary)
     a range of hashes of all runs → hashes in order, offsets, chunks                            ngrams/00000/
 
-The n shards of a generation divide the range of hashes into n equal parts. So an n-gram is in one place, its document frequency is that
-of the generation, and both steps are linear. Frequencies of several generations and datastores are added up when they are searched.
+The n shards of a generation divide the range of hashes into n equal parts. So an n-gram is in one place, its document
+frequency is that of the generation, and both steps are linear. Frequencies of several generations and datastores are
+added up when they are searched.
 """
 
 import shutil
@@ -51,7 +52,8 @@ _MOST_PASSES = 4  # over the chunks of a generation
 
 
 def ngrams(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bigrams and 4-grams of chunks [n, m]: rows and hashes, both [n-grams] uint64. A repeated n-gram is repeated."""
+    """The bigrams and 4-grams of chunks [n, m]: rows and hashes, both [n-grams] uint64. A repeated n-gram is
+    repeated."""
     bigrams = _pairs(tokens[:, :-1].astype(np.uint64), tokens[:, 1:].astype(np.uint64))
     rows, hashes = [], []
     for order, values in ((2, bigrams), (4, _pairs(bigrams[:, :-2], bigrams[:, 2:]))):
@@ -123,7 +125,8 @@ class Generation:
 
 
 def num_passes(num_chunks: float, chunk_length: int) -> int:
-    """Passes over the chunks of a generation, so that the runs of one have 16 GB, or a quarter of all runs if that is more."""
+    """Passes over the chunks of a generation, so that the runs of one have 16 GB, or a quarter of all runs if that is
+    more."""
     run_bytes = 8 * num_chunks * 2 * chunk_length
     return min(_MOST_PASSES, 1 + int(run_bytes // _RUN_BYTES))
 
@@ -131,11 +134,11 @@ def num_passes(num_chunks: float, chunk_length: int) -> int:
 def write_run(
     work: Path, generation: Generation, shard: int, group: range, advance: Advance, counted: Counted | None = None
 ) -> None:
-    """Write the n-grams of the chunks of one shard that belong to the `group` of shards of n-grams; of all chunks, or of those that
-    are `counted`.
+    """Write the n-grams of the chunks of one shard that belong to the `group` of shards of n-grams; of all chunks, or
+    of those that are `counted`.
 
-    - `keys.npy` [n-grams] uint64: place of the hash from the first of these shards on, then 16 bits for the chunk. Sorted within each
-      block of 65,536 chunks.
+    - `keys.npy` [n-grams] uint64: place of the hash from the first of these shards on, then 16 bits for the chunk.
+      Sorted within each block of 65,536 chunks.
     - `borders.npy` [blocks, parts + 1] int64: the first n-gram of each part, and the stop of the last one.
 
     Memory: 16 bytes for each of 2m n-grams of 65,536 chunks, a few times.
@@ -285,7 +288,8 @@ class NgramLists:
         return cls(first, generation.num_chunks, shards, tuple(arrays))
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The first entry of the list of each n-gram, hashes [n] uint64 in order, and its document frequency: both [n] int64.
+        """The first entry of the list of each n-gram, hashes [n] uint64 in order, and its document frequency: both [n]
+        int64.
 
         The frequency is 0 if the n-gram is not stored, and 257 if it has no list. `read` takes both.
         """
@@ -305,8 +309,8 @@ class NgramLists:
         return starts, frequencies
 
     def read(self, hashes: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """The chunks of some n-grams, hashes [n] uint64 in order with the first entries and frequencies that `find` gives: one list after
-        another [entries] int64, positions in the retrieval set."""
+        """The chunks of some n-grams, hashes [n] uint64 in order with the first entries and frequencies that `find`
+        gives: one list after another [entries] int64, positions in the retrieval set."""
         limits = np.arange(len(self.arrays) + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)
         borders = np.searchsorted(_places(hashes, len(self.arrays)), limits)
         chunks = [np.empty(0, dtype=np.int64)]

@@ -1,11 +1,12 @@
-"""Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
+"""Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of
+chunks.
 
     block of queries → bigrams and 4-grams → document frequencies → the rarest of each query
                      → the lists of these n-grams → sums of idf by chunk → chunks with the greatest sums
 
-An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
-entries. So what it reads does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
-similarity in large collections with MapReduce".
+An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first,
+until they have 512 entries. So what it reads does not grow with the datastore. This is the inverted-index join of
+Elsayed et al. (2008), "Pairwise document similarity in large collections with MapReduce".
 """
 
 from collections.abc import Iterator
@@ -59,10 +60,11 @@ class NgramIndex:
     ) -> np.ndarray:
         """Find the chunks with the greatest sum of idf over the rarest n-grams that they share with a query.
 
-        One and a half times k chunks are requested, since the condition may exclude some. If it leaves fewer than `enough`, all
-        chunks that share a rare n-gram are requested.
+        One and a half times k chunks are requested, since the condition may exclude some. If it leaves fewer than
+        `enough`, all chunks that share a rare n-gram are requested.
 
-        Memory: `search_bytes` of the queries, of 65,536 at most. Files are memory-mapped and read in the order of the hashes.
+        Memory: `search_bytes` of the queries, of 65,536 at most. Files are memory-mapped and read in the order of the
+        hashes.
 
         Args:
             tokens: [n, m].
@@ -78,7 +80,8 @@ class NgramIndex:
         ids = np.full((len(tokens), k), -1, dtype=np.int64)
 
         def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
-            """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
+            """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be
+            more."""
             hits = self._best(queries, depth)
             allowed = condition(rows, hits)
             ids[rows] = np.take_along_axis(allowed, present_first(allowed, k), 1)
@@ -136,8 +139,8 @@ class NgramIndex:
         return np.where(keys == _NONE, -1, self.retrieval.ids_at(keys & ((1 << _CHUNK_BITS) - 1)))
 
     def _read(self, hashes: np.ndarray, postings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read the lists of n-grams, hashes [n] uint64 in order, `postings` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
-        the chunks of one n-gram after another [entries] int64, positions in the retrieval set."""
+        """Read the lists of n-grams, hashes [n] uint64 in order, `postings` [lists, 2, n] as in `_Queries`: offsets
+        [n + 1] int64, and the chunks of one n-gram after another [entries] int64, positions in the retrieval set."""
         read = [lists.read(hashes, *of_lists) for lists, of_lists in zip(self.lists, postings, strict=True)]
         offsets = np.concatenate([[0], np.cumsum(postings[:, 1].sum(axis=0))])
         if len(read) == 1:
@@ -150,7 +153,8 @@ class NgramIndex:
 
 
 def search_bytes(queries: float, chunk_length: int) -> float:
-    """Memory of a search of the first 65,536 queries: their n-grams (at most 2m each, 76 bytes) and entries (about 512, 32 bytes)."""
+    """Memory of a search of the first 65,536 queries: their n-grams (at most 2m each, 76 bytes) and entries (about 512,
+    32 bytes)."""
     return min(queries, _BLOCK_ROWS) * (152 * chunk_length + 32 * _MOST_ENTRIES)
 
 
@@ -169,7 +173,8 @@ def _largest(
     chunks: np.ndarray,
     best: np.ndarray,
 ) -> None:
-    """Add up the idf of the n-grams that chunks share with each query, in a table of hashes, and keep the largest sums in a heap.
+    """Add up the idf of the n-grams that chunks share with each query, in a table of hashes, and keep the largest sums
+    in a heap.
 
     Args:
         queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
@@ -177,7 +182,8 @@ def _largest(
         rarity: int64, their idf.
         lists: [n-grams + 1] int64, the first of `chunks` of each n-gram.
         chunks: int64, the chunks of one n-gram after another.
-        best: [n, depth] int64 of `_NONE`, receives keys of the best chunks: the larger the sum the smaller, then by the chunk.
+        best: [n, depth] int64 of `_NONE`, receives keys of the best chunks: the larger the sum the smaller, then by the
+            chunk.
     """
     table, sums = np.full(_TABLE, -1, dtype=np.int64), np.zeros(_TABLE, dtype=np.int64)
     slots, depth = np.empty(_TABLE, dtype=np.int64), best.shape[1]
@@ -247,7 +253,8 @@ class _Queries:
         return self.hashes[is_used], self.postings[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
 
     def parts(self, most: int, most_entries: int) -> Iterator[np.ndarray]:
-        """Yield the rows of consecutive parts: at most `most` queries, whose lists have at most about `most_entries` entries."""
+        """Yield the rows of consecutive parts: at most `most` queries, whose lists have at most about `most_entries`
+        entries."""
         entries = np.concatenate([[0], np.cumsum(self.frequencies[self.columns])])[self.offsets]
         start = 0
         while start < len(self):

@@ -95,7 +95,8 @@ def find_candidates(
         split: the split to search.
         count: candidates per query.
         k: minimum of candidates per query, if that many chunks are allowed.
-        among: [ranges, 2] int64, first and stop of the allowed chunks, none of them deleted; None = all that are not deleted.
+        among: [ranges, 2] int64, first and stop of the allowed chunks, none of them deleted; None = all that are not
+            deleted.
 
     Returns:
         for each query at least k candidates, and at most max(count, k).
@@ -128,7 +129,8 @@ def find_candidates(
 
 
 def few_chunks(among: Sequence[np.ndarray]) -> list[int] | None:
-    """The chunk ids in some ranges [r, 2] of each datastore, for a search of these only; None if they are too many for that."""
+    """The chunk ids in some ranges [r, 2] of each datastore, for a search of these only; None if they are too many for
+    that."""
     if sum(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in among) > _FEW_CHUNKS:
         return None
     return sorted({chunk for ranges in among for first, stop in ranges.tolist() for chunk in range(first, stop)})

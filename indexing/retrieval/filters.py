@@ -36,7 +36,8 @@ class DocumentFilters:
         return [name for name in first if all(name in columns for columns in others)]
 
     def chunks(self, filters: Filters) -> list[np.ndarray]:
-        """The matching chunks of each datastore, as by `matching_chunks`. Those of the last filters are cached until a deletion.
+        """The matching chunks of each datastore, as by `matching_chunks`. Those of the last filters are cached until a
+        deletion.
 
         Raises:
             InputError: see `check_filters` and `matching_chunks`.
@@ -70,8 +71,9 @@ def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[An
     return checked
 
 
-def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.ndarray:
-    """The chunks of all documents that match every filter, without deleted ones: [ranges, 2] int64, sorted and disjoint.
+def matching_chunks(split: Split, filters: Mapping[str, Sequence[object]]) -> np.ndarray:
+    """The chunks of all documents that match every filter, without deleted ones: [ranges, 2] int64, sorted and
+    disjoint.
 
     Raises:
         InputError: a value cannot be converted to the type of its column.
@@ -106,7 +108,7 @@ def stored_examples(split: Split, column: str, count: int = 3) -> list[Any]:
     return list(values)[:count]
 
 
-def _values(column: str, values: Sequence[Any], kind: Any) -> Any:
+def _values(column: str, values: Sequence[object], kind: Any) -> Any:
     """The values as an array of the column's type. Metadata that is not text is stored as JSON."""
     import pyarrow as pa
 

@@ -1,4 +1,5 @@
-"""Search the neighbors of new chunks by the rules of the stored ones: generation and scoring read what training read."""
+"""Search the neighbors of new chunks by the rules of the stored ones: generation and scoring read what training
+read."""
 
 import logging
 from collections.abc import Sequence
@@ -72,15 +73,16 @@ class LiveNeighbors:
         """The first k neighbors of full chunks [n, m], in the order of `rank`.
 
         Returns:
-            tokens with continuations [n, k, 2m] int64, lengths [n, k] int64, ids [n, k] int64 (-1 = none) and squared distances
-            [n, k] float32.
+            tokens with continuations [n, k, 2m] int64, lengths [n, k] int64, ids [n, k] int64 (-1 = none) and squared
+            distances [n, k] float32.
         """
         ranked = self.rank(chunks, k)
         tokens, lengths = self.retrieval.with_continuation(ranked.ids.ravel())
         return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), ranked.ids, ranked.distances
 
     def rank(self, chunks: np.ndarray, k: int) -> Ranked:
-        """The first k neighbors of full chunks [n, m] by the rules of the datastore's stored ones, without deleted chunks.
+        """The first k neighbors of full chunks [n, m] by the rules of the datastore's stored ones, without deleted
+        chunks.
 
         Without stored neighbors, the nearest. Scores are cosines. A chunk without a finite embedding has no neighbors.
         docs/explanation/neighbor-search.md says when the stored neighbors of a chunk can differ.
@@ -121,7 +123,8 @@ class LiveNeighbors:
 def _precise(
     indexes: tuple[SearchableIndex, ...], retrieval: RetrievalSet, method: Method
 ) -> tuple[Index | SearchableIndex, ...]:
-    """The indexes that found the stored neighbors, but the given one where embeddings exceed `MEMORY` or it is in other processes."""
+    """The indexes that found the stored neighbors, but the given one where embeddings exceed `MEMORY` or it is in other
+    processes."""
     if method != "exact":
         return indexes
     opened = list[Index | SearchableIndex](indexes)
@@ -133,7 +136,8 @@ def _precise(
 
 
 class _Remote:
-    """An index in other processes, as `NeighborSearch` searches it: without exclusion, with the number of lists set there.
+    """An index in other processes, as `NeighborSearch` searches it: without exclusion, with the number of lists set
+    there.
 
     Args:
         index: the index.

@@ -20,7 +20,8 @@ from indexing.suffixes.search import SuffixIndex, trace
 from indexing.tokenization.tokenizer import Tokenizer
 
 _LETTERS = 0.85
-"""Share of letters among all characters but blanks from which a text is mostly letters. Prose has 0.95, commented code 0.9."""
+"""Share of letters among all characters but blanks from which a text is mostly letters. Prose has 0.95, commented code
+0.9."""
 _COPIED = 0.8
 """Share of copied tokens from which a passage counts as a copy as a whole, which shows little."""
 _SHORTEST = 6  # tokens of a run
@@ -46,7 +47,8 @@ class Candidate:
 def candidates_of(
     split: Split, retrieval: RetrievalSet, chunks: np.ndarray, neighbor_ids: np.ndarray
 ) -> list[Candidate]:
-    """Chunks as candidates: ids [n] int64 of a split, and ids [n, k] of the neighbors of each in a retrieval set, -1 = none."""
+    """Chunks as candidates: ids [n] int64 of a split, and ids [n, k] of the neighbors of each in a retrieval set, -1 =
+    none."""
     k, documents = neighbor_ids.shape[1], split.documents_of(chunks)[0].tolist()
     texts = zip(split.tokens.gather(chunks), split.lengths.gather(chunks), strict=True)
     neighbors = zip(*retrieval.with_continuation(neighbor_ids.ravel()), strict=True)
@@ -66,8 +68,8 @@ def choose_passages(
 ) -> list[int]:
     """Choose passages, the best first: those with the most distinctive copied words. Equal ones stay in order.
 
-    A passage is poor if it is not mostly letters, is copied as a whole, or has no copied word. Poor passages, and a second one of
-    a document, are chosen only where others are too few.
+    A passage is poor if it is not mostly letters, is copied as a whole, or has no copied word. Poor passages, and a
+    second one of a document, are chosen only where others are too few.
 
     Args:
         candidates: passages of about the same length.

@@ -31,7 +31,8 @@ class QueryEmbedder:
         """Queries → unit vectors [n, d] float32. Texts and token ids may have any length.
 
         Raises:
-            InputError: a text is empty, a token id is not in the vocabulary, or vectors have another width, are zero or not finite.
+            InputError: a text is empty, a token id is not in the vocabulary, or vectors have another width, are zero or
+                not finite.
         """
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             return self._unit(queries)

@@ -1,4 +1,5 @@
-"""Results of searches and lookups by id: plain records with text, in the fields and the order of the HTTP API's JSON."""
+"""Results of searches and lookups by id: plain records with text, in the fields and the order of the HTTP API's
+JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from pydantic import Field
 
 
 def document_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a document in the records below, from its row of `documents.parquet`; a missing text is empty."""
+    """Return the fields of a document in the records below, from its row of `documents.parquet`; a missing text is
+    empty."""
     document_id, title, source = ("" if row.get(name) is None else str(row[name]) for name in ("id", "title", "source"))
     return {"document_id": document_id, "title": title, "source": source, "metadata": dict(row)}
 

@@ -49,13 +49,14 @@ class Retriever:
         """Open datastores to search them as one.
 
         Args:
-            locations: folders or URLs. Ids are those of the first datastore's stored neighbors (`store/retrieval_set.py`): the
-                datastores of its `neighbors.extra_datastores` are searched too, then those of the other locations.
+            locations: folders or URLs. Ids are those of the first datastore's stored neighbors
+                (`store/retrieval_set.py`): the datastores of its `neighbors.extra_datastores` are searched too, then
+                those of the other locations.
             indexes: one index for each datastore of the retrieval set; None opens the stored indexes.
 
         Raises:
-            InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or one of
-                `neighbors.extra_datastores` is missing or has changed, or a file is damaged.
+            InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or
+                one of `neighbors.extra_datastores` is missing or has changed, or a file is damaged.
         """
         with during("opening %s", ", ".join(map(str, locations))):
             datastores = [Datastore.open(location) for location in locations]
@@ -80,7 +81,8 @@ class Retriever:
             retrieval: `dense` searches by embeddings, `sparse` by terms (BM25), `hybrid` by both.
 
         Raises:
-            InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the sparse index is missing.
+            InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the sparse index
+                is missing.
             DatastoreChanged: a datastore was built again since it was opened.
         """
         return self.lookup.results(self.chunks.rank(queries, k, filters=filters, retrieval=retrieval))

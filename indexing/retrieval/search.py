@@ -21,7 +21,8 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 
 CANDIDATES = 64
-"""Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins both."""
+"""Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins
+both."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class ChunkSearch:
         return self._by_terms(self.queries.texts(queries), vectors, k, retrieval, among)
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
+        """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32,
+        nearest first."""
         candidates = self._candidates(vectors, CANDIDATES, k, None)
         return candidates.ids[:, :k], candidates.distances[:, :k]
 

@@ -13,7 +13,8 @@ def longest_common_substring(first: np.ndarray, second: np.ndarray) -> np.ndarra
     """
     if not first.size or not second.size:
         return np.zeros(len(first), dtype=np.int64)
-    # Run lengths are bytes if they fit, and pairs are adjacent, so all data stays in cache and a batch takes milliseconds.
+    # Run lengths are bytes if they fit, and pairs are adjacent, so all data stays in cache and a batch takes
+    # milliseconds.
     counts = np.uint8 if first.shape[1] < 256 else np.uint32
     # Different values for the padding of the two sides, which therefore never match.
     columns = np.ascontiguousarray(np.where(first < 0, -1, first).T, dtype=np.int32)  # [s, n]

@@ -3,9 +3,10 @@
     score of a candidate = sum of w_t over the tokens x_t of the chunk that it contains, t = 0 … m - 1
     w_t = idf(x_t) · 2^(-2 (m - 1 - t) / m), halved for each neighbor chosen before that contains x_t
 
-Embeddings compress the tokens of a chunk; the score compares them exactly. Rare tokens count more, and so do tokens near the end
-of the chunk, where the model continues: the first token counts a quarter of the last one. Neighbors are chosen one after another,
-so that each adds what the ones before lack. docs/results/which-neighbors.md compares this order with others.
+Embeddings compress the tokens of a chunk; the score compares them exactly. Rare tokens count more, and so do tokens
+near the end of the chunk, where the model continues: the first token counts a quarter of the last one. Neighbors are
+chosen one after another, so that each adds what the ones before lack. docs/results/which-neighbors.md compares this
+order with others.
 """
 
 from dataclasses import dataclass

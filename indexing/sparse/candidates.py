@@ -61,7 +61,8 @@ def fuse(
         weights: [n] float32, weight of each query's cosines.
 
     Returns:
-        ids [n, a + b] int64 without repetition (-1 = none), scores [n, a + b] float32 (-inf) and distances [n, a + b] float32 (+inf).
+        ids [n, a + b] int64 without repetition (-1 = none), scores [n, a + b] float32 (-inf) and distances [n, a + b]
+        float32 (+inf).
     """
     repeated = (dense[0][:, :, None] == sparse[0][:, None, :]).any(axis=2)  # [n, b]
     ids = np.concatenate([sparse[0], np.where(repeated, -1, dense[0])], axis=1)

@@ -2,9 +2,9 @@
 
     terms of a query ─► best passages ─► their chunks ─► BM25 of the chunk + weight · BM25 of its passage ─► best chunks
 
-The segments of every shard and datastore are linked into one tantivy index of chunks and one of passages, so the weight of a term and
-the mean length are those of all chunks: a term in a small appended shard weighs as much as in a large one. The constants are the usual
-ones, k1 = 1.2 and b = 0.75. Files are memory-mapped.
+The segments of every shard and datastore are linked into one tantivy index of chunks and one of passages, so the weight
+of a term and the mean length are those of all chunks: a term in a small appended shard weighs as much as in a large
+one. The constants are the usual ones, k1 = 1.2 and b = 0.75. Files are memory-mapped.
 """
 
 import json
@@ -112,7 +112,8 @@ class SparseIndex:
         chunks, passages: their inverted lists.
         chunk_starts, passage_starts: [shards + 1] int64, how many chunks and passages are in the shards before each.
         first_ids: [shards] int64, id in the retrieval set of the first chunk of each shard.
-        borders: of each shard, the first chunk of each passage and the stop of the last one [passages + 1] int64, ids of the split.
+        borders: of each shard, the first chunk of each passage and the stop of the last one [passages + 1] int64, ids
+            of the split.
     """
 
     num_chunks: int
@@ -156,8 +157,8 @@ class SparseIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the chunks with the highest score: the BM25 of the chunk plus twice that of its passage.
 
-        The passage counts less in queries of more than eight different terms, in proportion. Chunks come from the `max(k, 64)`
-        passages with the highest BM25. Of equal scores the smallest id is first.
+        The passage counts less in queries of more than eight different terms, in proportion. Chunks come from the
+        `max(k, 64)` passages with the highest BM25. Of equal scores the smallest id is first.
 
         Args:
             queries: the terms of n queries; a string is one term, and a repeated term counts as often.
@@ -165,7 +166,8 @@ class SparseIndex:
             among: chunk ids to search, in every split; None searches all chunks.
 
         Returns:
-            ids [n, k] int64 of the retrieval set, best first, and scores [n, k] float32; -1 and 0 if fewer chunks contain a term.
+            ids [n, k] int64 of the retrieval set, best first, and scores [n, k] float32; -1 and 0 if fewer chunks
+            contain a term.
         """
         ids, scores = np.full((len(queries), k), -1, dtype=np.int64), np.zeros((len(queries), k), dtype=np.float32)
         allowed = None if among is None else np.unique(np.asarray(among, dtype=np.int64))
@@ -176,7 +178,8 @@ class SparseIndex:
         return ids, scores
 
     def largest(self, query: Sequence[str]) -> float:
-        """The score that a chunk would have if it and its passage repeated all terms of the query endlessly; 0 without terms."""
+        """The score that a chunk would have if it and its passage repeated all terms of the query endlessly; 0 without
+        terms."""
         counts = Counter(as_texts(query))
         return self.chunks.largest(counts) + _passage_weight(counts) * self.passages.largest(counts)
 

@@ -3,10 +3,10 @@
     document ─► passages of 512 tokens: counts of their terms, four times those of the title ─► passages-0.idx passages-0.term …
                     └─► chunks: which terms they and the title have                         ─► chunks-0.idx   chunks-0.term …
 
-An answer rarely repeats the subject of its paragraph, so a chunk alone is too little text to match a question. Its passage is
-indexed once, instead of the terms of all chunks around it with every chunk. A term counts more often in the title (the fields of
-BM25F: Robertson and Zaragoza 2009, section 3.6). Counts in a chunk are left out: it is short, and they make it no easier to find.
-Equal chunks give equal bytes.
+An answer rarely repeats the subject of its paragraph, so a chunk alone is too little text to match a question. Its
+passage is indexed once, instead of the terms of all chunks around it with every chunk. A term counts more often in the
+title (the fields of BM25F: Robertson and Zaragoza 2009, section 3.6). Counts in a chunk are left out: it is short, and
+they make it no easier to find. Equal chunks give equal bytes.
 """
 
 import contextlib
@@ -66,8 +66,9 @@ def with_tokenizer(index: Any) -> Any:
 def write_segments(work: Path, split: Split, rows: tuple[int, int], tokenizer: Tokenizer, advance: Advance) -> int:
     """Write the segments of the chunks `rows` of a split, whole documents.
 
-    Next to the segments are `passages.npy`, the first chunk of each passage and the stop of the last one [passages + 1] int64,
-    `segments.json`, the number of chunks and of passages in each segment, and tantivy's schemas, `chunks.json` and `passages.json`.
+    Next to the segments are `passages.npy`, the first chunk of each passage and the stop of the last one [passages + 1]
+    int64, `segments.json`, the number of chunks and of passages in each segment, and tantivy's schemas, `chunks.json`
+    and `passages.json`.
 
     Args:
         work: folder to write to.
@@ -143,7 +144,8 @@ def _add(
 
 @contextlib.contextmanager
 def _segment(work: Path, kind: Kind, number: int) -> Iterator[Callable[[str, int], None]]:
-    """Write one segment: call the result with the terms of each chunk or passage, and the first chunk of its passage."""
+    """Write one segment: call the result with the terms of each chunk or passage, and the first chunk of its
+    passage."""
     import tantivy
 
     with temporary_folder(work) as folder, _disk_errors(folder):
@@ -180,7 +182,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder(inside: Path | None = None) -> Iterator[Path]:
-    """A folder for an index of tantivy, removed at the end. For a moment, threads of tantivy still make lock files in it."""
+    """A folder for an index of tantivy, removed at the end. For a moment, threads of tantivy still make lock files in
+    it."""
     folder = Path(tempfile.mkdtemp(prefix="retro-sparse-", dir=inside))
     try:
         yield folder

@@ -28,7 +28,8 @@ class TermSearch:
     Attributes:
         index: over all chunks of the retrieval set.
         retrieval: the chunks that ids name.
-        mean: mean embedding [d] float32 of a uniform sample of the chunks, which is always the same; None for the lexical embedder.
+        mean: mean embedding [d] float32 of a uniform sample of the chunks, which is always the same; None for the
+            lexical embedder.
     """
 
     index: SparseIndex
@@ -70,7 +71,8 @@ class TermSearch:
             among: chunk ids to search; see `SparseIndex.search`.
 
         Returns:
-            ids [n, k] int64, best first (-1 = none), BM25 [n, k] float32 (-inf) and squared distances [n, k] float32 (+inf).
+            ids [n, k] int64, best first (-1 = none), BM25 [n, k] float32 (-inf) and squared distances [n, k] float32
+            (+inf).
         """
         ids, scores = find_by_terms([query_terms(text) for text in as_texts(texts)], self.index, k, condition, among)
         return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances_to(vectors, ids, self.retrieval)
@@ -84,10 +86,11 @@ class TermSearch:
         condition: Condition,
         among: Sequence[int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Like `search`, joined with dense candidates: ids [n, c] int64 and squared distances [n, c] float32, nearest first.
+        """Like `search`, joined with dense candidates: ids [n, c] int64 and squared distances [n, c] float32, nearest
+        first.
 
-        The weight of a transformer's cosines is the agreement of both searches for the query: an embedder for another language finds
-        chunks that have nothing to do with it.
+        The weight of a transformer's cosines is the agreement of both searches for the query: an embedder for another
+        language finds chunks that have nothing to do with it.
         """
         texts = as_texts(texts)
         sparse = self.search(texts, vectors, k, condition, among)

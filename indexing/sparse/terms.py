@@ -6,7 +6,8 @@ from typing import Any
 
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
 _RUNS = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
-# A question is full of words that say nothing about its subject. Some are rare in other texts, so they would weigh much.
+# A question is full of words that say nothing about its subject. Some are rare in other texts, so they would weigh
+# much.
 _FUNCTION_WORDS = re.compile(
     "a|an|and|are|did|do|does|for|how|in|is|of|on|the|to|was|were|what|when|where|which|who|whom|whose|why"
 )
@@ -35,7 +36,8 @@ def query_terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def _stem(word: str) -> str:
-    """The English stem of a word: the Porter 2 stemmer of Snowball, which leaves numbers and words of other scripts as they are."""
+    """The English stem of a word: the Porter 2 stemmer of Snowball, which leaves numbers and words of other scripts as
+    they are."""
     (stem,) = _stemmer().analyze(word)
     return str(stem)
 

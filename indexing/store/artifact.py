@@ -5,9 +5,9 @@
         counts["chunks"] = len(tokens)
     # here every file has been flushed and checksummed, the manifest written, and the folder renamed into place
 
-One rename makes an artifact visible. So a killed stage leaves at most a temporary folder, never half an artifact. A stage first
-asks `is_finished(folder, recipe)`: with the same recipe the work is done, with another one an error names the difference, and a
-damaged artifact is made again.
+One rename makes an artifact visible. So a killed stage leaves at most a temporary folder, never half an artifact. A
+stage first asks `is_finished(folder, recipe)`: with the same recipe the work is done, with another one an error names
+the difference, and a damaged artifact is made again.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ Record = TypeVar("Record")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
     """A hash of a JSON-able value in 16 hexadecimal digits: equal values give equal fingerprints on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
@@ -74,7 +74,8 @@ class Recipe:
         stage: the stage that makes it, as on the command line (`chunk`, `embed`, …).
         version: version of the stage's code, raised whenever the same settings would give other bytes.
         settings: the settings that the bytes depend on, `section.key` → value.
-        inputs: name → everything that it is made from: artifacts of the datastore, or the fingerprint of something else.
+        inputs: name → everything that it is made from: artifacts of the datastore, or the fingerprint of something
+            else.
     """
 
     stage: str
@@ -83,7 +84,8 @@ class Recipe:
     inputs: Mapping[str, Artifacts | str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The recipe as in a manifest: lists instead of tuples, plain dictionaries, fingerprints of the inputs without paths."""
+        """The recipe as in a manifest: lists instead of tuples, plain dictionaries, fingerprints of the inputs without
+        paths."""
         prints = {name: made.fingerprint if isinstance(made, Artifacts) else made for name, made in self.inputs.items()}
         inputs = {name: value for name, value in prints.items() if value is not None}
         parts = {"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": inputs}
@@ -104,7 +106,8 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
     """True if `folder` holds the undamaged artifact of this recipe. For a damaged one, log a warning and return False.
 
     Raises:
-        InputError: it holds the artifact of another recipe; the message names the differences and the command to rebuild it.
+        InputError: it holds the artifact of another recipe; the message names the differences and the command to
+            rebuild it.
     """
     if not (folder / MANIFEST).exists():
         return False
@@ -122,7 +125,8 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
 
 
 def made_by(folder: Path, recipes: Sequence[Recipe]) -> int:
-    """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another one."""
+    """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another
+    one."""
     prints = [recipe.fingerprint for recipe in recipes]
     manifest, problem = _inspected(folder)
     made = manifest["fingerprint"] if manifest and not problem else None
@@ -149,12 +153,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Make the artifact `folder`: yields a temporary folder to fill and a dictionary of counts for the manifest.
 
-    On a normal exit the folder is renamed into place with its manifest. On an error the temporary folder is removed and nothing
-    else changes. Leftovers of a killed process, and a damaged artifact in its place, are removed first. If the folder mirrors a
-    URL, everything is uploaded before the rename.
+    On a normal exit the folder is renamed into place with its manifest. On an error the temporary folder is removed and
+    nothing else changes. Leftovers of a killed process, and a damaged artifact in its place, are removed first. If the
+    folder mirrors a URL, everything is uploaded before the rename.
 
-    Every call has its own temporary folder. So a process that was believed dead and still writes (its driver was killed, its
-    node was cut off) cannot touch the files of its successor. The first to finish wins.
+    Every call has its own temporary folder. So a process that was believed dead and still writes (its driver was
+    killed, its node was cut off) cannot touch the files of its successor. The first to finish wins.
 
     Raises:
         OSError: the disk is full; it names the file.
@@ -212,8 +216,8 @@ def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
 
 
 def _write_manifest(folder: Path, name: str, recipe: Recipe, counts: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: the artifact's name, its recipe with fingerprint and paths, the counts, size and checksum of
-    every file, and a checksum of the manifest."""
+    """Write `folder/manifest.json`: the artifact's name, its recipe with fingerprint and paths, the counts, size and
+    checksum of every file, and a checksum of the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
@@ -325,8 +329,8 @@ def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str 
 def reading(*paths: Path) -> Iterator[None]:
     """Open or read files of artifacts: an exception because of damage becomes a DamagedFile that names it.
 
-    After an exception the files are compared with their manifests. If they are intact, the exception is raised unchanged: it
-    is a bug, or a lack of memory.
+    After an exception the files are compared with their manifests. If they are intact, the exception is raised
+    unchanged: it is a bug, or a lack of memory.
 
     Args:
         paths: files, or folders of artifacts for all of their files.
@@ -384,7 +388,8 @@ def stored_record(path: Path, kind: Callable[..., Record]) -> Record:
 
     Args:
         path: the file.
-        kind: the dataclass, whose fields may be annotated as those of settings are, or a function that makes one of settings.
+        kind: the dataclass, whose fields may be annotated as those of settings are, or a function that makes one of
+            settings.
 
     Raises:
         DamagedFile: the file is missing or differs, or does not hold these fields.
@@ -422,7 +427,8 @@ def _damage_at(path: Path, error: BaseException | None = None) -> str | None:
 
 
 def recorded_file(path: Path) -> dict[str, Any] | None:
-    """Size and checksum of a file of an artifact, as its manifest has them; None if it belongs to none, or the manifest is damaged."""
+    """Size and checksum of a file of an artifact, as its manifest has them; None if it belongs to none, or the manifest
+    is damaged."""
     for folder in path.parents[:2]:
         if (folder / MANIFEST).exists():
             with contextlib.suppress(InputError):

@@ -1,9 +1,10 @@
-"""Which files were compared with their checksums, in the user's cache: datastores may be read-only, and several processes open the same.
+"""Which files were compared with their checksums, in the user's cache: datastores may be read-only, and several
+processes open the same.
 
     file, size, modification time, inode, checksum in its manifest ─► a line of RETRO_CACHE/checked/HASH, one file for each artifact
 
-A file of which nothing is remembered came from elsewhere: a copy, or another machine or user made it. Files never change after they
-were written, so one line is enough, and a file that changes has no line any more.
+A file of which nothing is remembered came from elsewhere: a copy, or another machine or user made it. Files never
+change after they were written, so one line is enough, and a file that changes has no line any more.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ def is_checked(file: Path, checksum: str) -> bool:
 
 
 def remember(checksums: Mapping[Path, str]) -> None:
-    """Remember files that have just been written, or compared. Without a cache that can be written, they are compared again later."""
+    """Remember files that have just been written, or compared. Without a cache that can be written, they are compared
+    again later."""
     by_folder: dict[Path, list[str]] = {}
     for file, checksum in checksums.items():
         by_folder.setdefault(_lines(file.parent), []).append(f"{_stamp(file, checksum)}\n")

@@ -22,7 +22,8 @@ from indexing.store.sharded_array import ShardedArray
 BLOCK_TOKENS = 2048
 """Tokens of a block. Votes of real text take a fifth more in blocks of 512, and are read in two thirds of the time."""
 _LEVEL = 1
-"""Votes of real text take a sixth more with level -1, and are read in three quarters of the time: it has no Huffman codes."""
+"""Votes of real text take a sixth more with level -1, and are read in three quarters of the time: it has no Huffman
+codes."""
 
 _FRAME_BYTES = 512
 """A frame of incompressible bytes is longer than these by a 256th and less than this."""

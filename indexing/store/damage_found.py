@@ -1,4 +1,5 @@
-"""Damage that is found while a process runs, not before a read: it ends the process with its message, or a server answers with it."""
+"""Damage that is found while a process runs, not before a read: it ends the process with its message, or a server
+answers with it."""
 
 import contextlib
 import os

@@ -16,8 +16,8 @@
       appended/00001/               corpus/ of each appended generation
       deleted.json                  ids and chunks of deleted documents, if there are any
 
-A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. Ids of stored neighbors are ids
-of the `train` split, the only one in the index, or of other datastores (`retrieval_set.py`).
+A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. Ids of stored
+neighbors are ids of the `train` split, the only one in the index, or of other datastores (`retrieval_set.py`).
 """
 
 import logging
@@ -99,7 +99,8 @@ class Split:
         return replace(self, chunk_rows=self.chunk_rows[:count], document_rows=self.document_rows[:count])
 
     def require_shards(self, *folders: str) -> None:
-        """Check manifests and file sizes of every shard in these folders (`chunks`, `index` …), unless the datastore is at a URL.
+        """Check manifests and file sizes of every shard in these folders (`chunks`, `index` …), unless the datastore is
+        at a URL.
 
         Raises:
             InputError: one is missing or has another size.
@@ -134,7 +135,8 @@ class Split:
 
     @cached_property
     def neighbor_ids(self) -> ShardedArray:
-        """[chunks, stored k] int64, best first by `neighbors.rerank` (nearest only with `embeddings`); -1 where there is none."""
+        """[chunks, stored k] int64, best first by `neighbors.rerank` (nearest only with `embeddings`); -1 where there
+        is none."""
         return self._array("neighbors", f"{self.name}/ids")
 
     @cached_property
@@ -155,7 +157,8 @@ class Split:
 
     @cached_property
     def neighbor_limit(self) -> float:
-        """`neighbors.max_overlap` of the stored neighbors: near copies above it were left out. 1 = none were, or there are no neighbors."""
+        """`neighbors.max_overlap` of the stored neighbors: near copies above it were left out. 1 = none were, or there
+        are no neighbors."""
         if "neighbors" not in read_datastore_manifest(self.folder)["fingerprints"]:
             return 1.0
         stored = recorded(self.folder / "neighbors" / shard_name(0), "settings", _Neighbors)
@@ -163,7 +166,8 @@ class Split:
 
     @cached_property
     def document_offsets(self) -> ShardedArray:
-        """[documents + 1] int64 in each shard: the first chunk of every document, counted from the shard's first one."""
+        """[documents + 1] int64 in each shard: the first chunk of every document, counted from the shard's first
+        one."""
         # Small, and searched, so always memory-mapped.
         paths = [
             self.folder / "chunks" / shard_name(s) / self.name / "documents.npy" for s in range(len(self.chunk_rows))
@@ -171,7 +175,8 @@ class Split:
         return ShardedArray(paths, [rows + 1 for rows in self.document_rows])
 
     def documents_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The document of each chunk: ids [n] → (document number, its first chunk, its last chunk + 1), each [n] int64."""
+        """The document of each chunk: ids [n] → (document number, its first chunk, its last chunk + 1), each [n]
+        int64."""
         starts = self.tokens.starts
         first_documents = np.concatenate([[0], np.cumsum(self.document_rows, dtype=np.int64)])
         shards = np.searchsorted(starts, ids, side="right") - 1
@@ -210,8 +215,8 @@ class Split:
     def with_continuation(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Retrieved chunks N with their continuations F (paper, section 2.3).
 
-        The continuation is the next chunk of the same document. If there is none, and for an id of -1, the row is padded. So the
-        real tokens are always a prefix.
+        The continuation is the next chunk of the same document. If there is none, and for an id of -1, the row is
+        padded. So the real tokens are always a prefix.
 
         Args:
             ids: [n] int64 chunk ids of this split; -1 = no neighbor.
@@ -238,7 +243,8 @@ class Split:
     def deleted(self) -> np.ndarray:
         """The chunk ranges [n, 2] int64 of deleted documents now; see `deletions.py`.
 
-        `deleted.json` is written before the manifest that lists appended shards, so it can name chunks that this split lacks.
+        `deleted.json` is written before the manifest that lists appended shards, so it can name chunks that this split
+        lacks.
 
         Raises:
             DatastoreChanged: see `require_unchanged`.
@@ -279,7 +285,8 @@ class Split:
         return DocumentTable([folder / "documents.parquet" for folder in folders], self.document_rows)
 
     def find_documents(self, ids: Collection[str]) -> dict[int, str]:
-        """The numbers of all documents with these ids, in order, and the id of each; several documents may share an id."""
+        """The numbers of all documents with these ids, in order, and the id of each; several documents may share an
+        id."""
         wanted = set(ids)
         return {
             first + row: name
@@ -307,12 +314,12 @@ class Datastore:
 
         Args:
             location: the folder, or any fsspec URL.
-            reading: how arrays are read: `mmap` or `pread`. From a URL, `mmap` fetches whole files on first use, `pread` requests
-                ranges of bytes.
+            reading: how arrays are read: `mmap` or `pread`. From a URL, `mmap` fetches whole files on first use,
+                `pread` requests ranges of bytes.
 
         Raises:
-            InputError: there is no datastore, its chunks are not finished, its manifest is damaged, or its format has another
-                version.
+            InputError: there is no datastore, its chunks are not finished, its manifest is damaged, or its format has
+                another version.
         """
         folder = remote.local_folder(location)
         remote.refresh(folder)
@@ -388,14 +395,15 @@ class Datastore:
 
     @property
     def built(self) -> str:
-        """The fingerprint without deletions: equal for a run before and after one. Stages that only rearrange the data of others do not
-        count."""
+        """The fingerprint without deletions: equal for a run before and after one. Stages that only rearrange the data
+        of others do not count."""
         return fingerprint({name: self.manifest["fingerprints"][name] for name in _CONTENT if self.has(name)})
 
 
 @lru_cache(maxsize=64)
 def _has_made(folder: Path, stamp: tuple[int, ...], made: tuple[tuple[str, str], ...], shards: int) -> bool:
-    """Whether a datastore, whose manifest has this stamp, has these stages with these fingerprints, at least in its first shards."""
+    """Whether a datastore, whose manifest has this stamp, has these stages with these fingerprints, at least in its
+    first shards."""
     if not made:
         return True
     try:
@@ -418,7 +426,8 @@ def _joint(folder: Path, shards: int) -> str:
 
 
 def delete_documents(folder: Path, ids: Collection[str]) -> tuple[int, int]:
-    """Delete all documents with these ids, in every split; returns the numbers of newly deleted documents and of their chunks.
+    """Delete all documents with these ids, in every split; returns the numbers of newly deleted documents and of their
+    chunks.
 
     Raises:
         InputError: no document has one of the ids; then none is deleted.

@@ -1,13 +1,15 @@
-"""Deleted documents, by id. Chunk ids are positions, so chunks stay in place until a rebuild, and every reader skips them.
+"""Deleted documents, by id. Chunk ids are positions, so chunks stay in place until a rebuild, and every reader skips
+them.
 
 `deleted.json` in the datastore's folder:
 
     documents   id → number of shards when it was deleted; shards made later leave the document out, 0 = all shards
     chunks      split → first and stop of the chunk ids of each deleted document that is in the shards, in order
 
-No rebuild removes it. It is read again whenever it changes, so a process that has the datastore open notices: every reader takes
-`Split.deleted` for each read and keeps no copy. A rebuild gives the ids to other chunks, so from its beginning on `Split.deleted`
-raises DatastoreChanged in processes that had the datastore open. From a URL both files are fetched whenever the datastore is opened.
+No rebuild removes it. It is read again whenever it changes, so a process that has the datastore open notices: every
+reader takes `Split.deleted` for each read and keeps no copy. A rebuild gives the ids to other chunks, so from its
+beginning on `Split.deleted` raises DatastoreChanged in processes that had the datastore open. From a URL both files are
+fetched whenever the datastore is opened.
 """
 
 import contextlib
@@ -80,7 +82,8 @@ def _kept(path: Path, _: tuple[int, ...]) -> Deletions:
 
 
 def _ranges(split: str, rows: list[list[int]]) -> np.ndarray:
-    """Stored ranges of chunk ids as [n, 2] int64; raises ValueError unless they are sorted and disjoint, as `inside` needs them."""
+    """Stored ranges of chunk ids as [n, 2] int64; raises ValueError unless they are sorted and disjoint, as `inside`
+    needs them."""
     ranges = np.array(rows, dtype=np.int64).reshape(-1, 2)
     if (ranges[:, 0] >= ranges[:, 1]).any() or (np.diff(ranges.ravel()) < 0).any():
         raise ValueError(f"chunks of {split}: the ranges are not in order")
@@ -116,7 +119,8 @@ def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Change the deletions or the shards of a datastore alone. The newest deletions are there, also those made at its URL."""
+    """Change the deletions or the shards of a datastore alone. The newest deletions are there, also those made at its
+    URL."""
     with open(folder / f".{FILE}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remote.refresh(folder, (FILE,))

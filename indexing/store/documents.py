@@ -36,7 +36,7 @@ class DocumentTable:
         self._group = lru_cache(maxsize=_GROUPS_KEPT)(self._read_group)
         self._kept: dict[int, dict[str, Any]] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return DocumentTable, (self.paths, self.rows)  # without caches
 
     @property

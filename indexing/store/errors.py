@@ -19,8 +19,8 @@ _ADVICE = {
 class InputError(ValueError):
     """A user's mistake: a bad file, key, line or setting.
 
-    The message names what is wrong, what was found, what is accepted, and what to do next. The command line prints it without a
-    traceback and exits with status 2. Any other exception that escapes is our bug.
+    The message names what is wrong, what was found, what is accepted, and what to do next. The command line prints it
+    without a traceback and exits with status 2. Any other exception that escapes is our bug.
     """
 
 
@@ -47,7 +47,8 @@ class DamagedFile(InputError):
 
 
 class DoesNotFit(ValueError):
-    """The content of a file contradicts another file, or names something that does not exist. `artifact.reading` raises DamagedFile for it."""
+    """The content of a file contradicts another file, or names something that does not exist. `artifact.reading` raises
+    DamagedFile for it."""
 
 
 class DatastoreChanged(InputError):

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from indexing.store.errors import InputError
 
 MANIFEST = "manifest.json"
 
-# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size it can be
-# written first with a wrong number of rows, and overwritten in place once the rows have been counted.
+# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size
+# it can be written first with a wrong number of rows, and overwritten in place once the rows have been counted.
 _HEADER_BYTES = 128
-# A part of a name that leads elsewhere: nothing, `.`, `..`, `C:`, `s3:`, or with a character that separates parts on some system.
+# A part of a name that leads elsewhere: nothing, `.`, `..`, `C:`, `s3:`, or with a character that separates parts on
+# some system.
 _FOREIGN_PART = re.compile(r"^\.{0,2}$|^[A-Za-z]:|:$|[\\\x00]|[\ud800-\udc7f\udd00-\udfff]")
 _LONGEST_NAME = 255
 _DEEPEST = 100
@@ -38,7 +40,7 @@ class NpyWriter:
         row_shape: shape of one row; `()` for a one-dimensional array.
     """
 
-    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, path: Path, dtype: npt.DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
         self.dtype = np.dtype(dtype)
         self.row_shape = row_shape
         self.rows = 0
@@ -78,11 +80,12 @@ class NpyWriter:
 
 
 def member(folder: Path, name: Any) -> Path:
-    """The path of a file in a folder, by its name in a manifest or a listing. Another machine may have written the name.
+    """The path of a file in a folder, by its name in a manifest or a listing. Another machine may have written the
+    name.
 
     Raises:
-        InputError: the name can lead out of the folder: it is absolute, or has `..`, a backslash, a drive or a protocol. Or it
-            names no file.
+        InputError: the name can lead out of the folder: it is absolute, or has `..`, a backslash, a drive or a
+            protocol. Or it names no file.
     """
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(_FOREIGN_PART.search(part) or len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
@@ -106,24 +109,25 @@ def files_of(manifest: Any, folder: Path) -> dict[str, dict[str, Any]]:
     return files or {}
 
 
-def _is_entry(bytes: Any = None, checksum: Any = None, **others: Any) -> bool:
+def _is_entry(bytes: object = None, checksum: object = None, **others: object) -> bool:
     is_size = isinstance(bytes, int) and not isinstance(bytes, bool) and bytes >= 0
     return is_size and isinstance(checksum, str) and not others
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON with sorted keys, atomically: readers see the whole old or the whole new file."""
     write_bytes(path, _json_bytes(value))
 
 
-def _json_bytes(value: Any) -> bytes:
+def _json_bytes(value: object) -> bytes:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     # File names can contain bytes that are not UTF-8: lone surrogates in Python, and escapes in JSON (\udce9).
     return text.encode(errors="backslashreplace")
 
 
 def write_checked(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object like `write_json`, with a `checksum` of its other keys, so that `read_checked` detects any change."""
+    """Write an object like `write_json`, with a `checksum` of its other keys, so that `read_checked` detects any
+    change."""
     write_json(path, _with_checksum(value))
 
 
@@ -201,7 +205,7 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: object) -> None:
     """Raise ValueError if lists and dictionaries are nested more than a hundred levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(_DEEPEST):

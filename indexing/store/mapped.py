@@ -4,8 +4,9 @@
     a read behind the new end ─► SIGBUS ─► which file is mapped there? ─► the message of a damaged file, and exit status 2
                                                 └─ in a server ─► zeros; `require_whole` raises after the read (`damage_found.py`)
 
-No check before a read can win against a file that is truncated in the middle of it. So the signal itself is handled, on Linux; without
-it the process would die without a word. Libraries map files too (Faiss, tantivy, safetensors): the handler finds them by their address.
+No check before a read can win against a file that is truncated in the middle of it. So the signal itself is handled, on
+Linux; without it the process would die without a word. Libraries map files too (Faiss, tantivy, safetensors): the
+handler finds them by their address.
 """
 
 import ctypes
@@ -57,7 +58,7 @@ _files: dict[Path, None] = {}  # mapped files, in order
 _installed: list[object] = []  # the handler, which must stay in memory
 
 
-# --- map ----------------------------------------------------------------------------------------------------------------
+# --- map --------------------------------------------------------------------------------------------------------------
 
 
 def map_array(path: Path) -> np.ndarray:
@@ -98,7 +99,7 @@ def files(first: int = 0) -> Sequence[Path]:
         return [*_files][first:]
 
 
-# --- files that get shorter ---------------------------------------------------------------------------------------------
+# --- files that get shorter -------------------------------------------------------------------------------------------
 
 
 def _install() -> None:

@@ -34,7 +34,7 @@ def joined(names: Sequence[str]) -> str | list[str]:
     return shards if names_at(shards) == tuple(names) else list(names)
 
 
-def parts_of(paths: Any) -> Iterator[str]:
+def parts_of(paths: object) -> Iterator[str]:
     """The paths of single artifacts and of consecutive shards.
 
     Raises:
@@ -65,7 +65,7 @@ def names_at(part: str) -> tuple[str, ...]:
     return tuple(f"{shards[1]}{shard_name(shard)}" for shard in range(first, last + 1))
 
 
-def fingerprint_at(paths: Any, fingerprint_of: Callable[[str], str | None]) -> str | None:
+def fingerprint_at(paths: object, fingerprint_of: Callable[[str], str | None]) -> str | None:
     """The fingerprint of the artifacts at `paths`; None if that of one artifact is None."""
     if isinstance(paths, dict):
         prints: Any = {name: fingerprint_at(part, fingerprint_of) for name, part in paths.items()}

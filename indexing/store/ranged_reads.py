@@ -1,4 +1,5 @@
-"""Read rows of `.npy` files by ranges of bytes: for network file systems and object storage, where memory-mapping is slow.
+"""Read rows of `.npy` files by ranges of bytes: for network file systems and object storage, where memory-mapping is
+slow.
 
     ids → sorted and unique → runs with small gaps → one read for each run → rows in the requested order
 

@@ -5,9 +5,10 @@
     reading:   present(path): fetched on first use, checked against its artifact's manifest, renamed into place
     building:  create(…) uploads a finished artifact, its manifest last, before it becomes visible here
 
-A path with a part such as `s3:` mirrors the URL that follows, wherever the folder is. So plain paths carry URLs through the code:
-`pathlib` turns `s3://bucket` into `s3:/bucket`, and `url_of` reverses it. If the mirror differs from the URL, the mirror is
-dropped. For all other paths the functions of this file do nothing. fsspec opens the URLs; it is imported inside functions.
+A path with a part such as `s3:` mirrors the URL that follows, wherever the folder is. So plain paths carry URLs through
+the code: `pathlib` turns `s3://bucket` into `s3:/bucket`, and `url_of` reverses it. If the mirror differs from the URL,
+the mirror is dropped. For all other paths the functions of this file do nothing. fsspec opens the URLs; it is imported
+inside functions.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ from indexing.store.files import MANIFEST, checksum, files_of, member, read_json
 _READ_ON_OPEN = (MANIFEST, "deleted.json")
 _TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # files of a datastore that belong to no artifact
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
-# Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for example
-# after a typing error. Without the right to list names, S3 answers "forbidden" for a missing name.
+# Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for
+# example after a typing error. Without the right to list names, S3 answers "forbidden" for a missing name.
 _MISSING = (FileNotFoundError, PermissionError)
 # botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/speed.md).
 _S3_CONNECTIONS = 64
@@ -73,8 +74,8 @@ def is_away(path: Path) -> bool:
 
 
 def refresh(folder: Path, names: Sequence[str] = _READ_ON_OPEN) -> None:
-    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop artifacts
-    that changed at the URL."""
+    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop
+    artifacts that changed at the URL."""
     if url_of(folder) is None:
         return
     for name in names:
@@ -192,7 +193,8 @@ def pull(folder: Path) -> None:
 
 
 def publish(work: Path, folder: Path) -> None:
-    """Upload the artifact in `work` that will become `folder`, its manifest last, so that others never see it incomplete."""
+    """Upload the artifact in `work` that will become `folder`, its manifest last, so that others never see it
+    incomplete."""
     if url_of(folder) is None:
         return
     for name in (*files_of(read_json(work / MANIFEST), work), MANIFEST):
@@ -266,7 +268,8 @@ def named_errors(url: str, passed: tuple[type[Exception], ...] = ()) -> Iterator
     """Work with the filesystem of a URL.
 
     Raises:
-        InputError: in place of the filesystem's exceptions, which differ between filesystems; those in `passed` are raised unchanged.
+        InputError: in place of the filesystem's exceptions, which differ between filesystems; those in `passed` are
+            raised unchanged.
     """
     try:
         yield

@@ -1,9 +1,10 @@
-"""The retrieval set of a datastore: its own training chunks, and those of other datastores that its neighbors come from.
+"""The retrieval set of a datastore: its own training chunks, and those of other datastores that its neighbors come
+from.
 
     stored neighbor id = number of the datastore << 40 | chunk id in its train split        -1 = none
 
-Number 0 is the datastore itself, so its own ids are chunk ids. The others are numbered from 1 in the order of `extra_datastores`
-in its manifest.
+Number 0 is the datastore itself, so its own ids are chunk ids. The others are numbered from 1 in the order of
+`extra_datastores` in its manifest.
 """
 
 import os
@@ -100,7 +101,8 @@ class RetrievalSet:
         return neighbor_ids(numbers, positions - starts[numbers])
 
     def with_continuation(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Retrieved chunks with their continuations, like `Split.with_continuation`: ids [n] → tokens [n, 2m], lengths [n]."""
+        """Retrieved chunks with their continuations, like `Split.with_continuation`: ids [n] → tokens [n, 2m], lengths
+        [n]."""
         tokens = np.full((len(ids), 2 * self.own.chunk_length), self.own.pad_id, dtype=np.int64)
         lengths = np.zeros(len(ids), dtype=np.int64)
         for split, rows, chunk_ids in self._by_split(ids):
@@ -154,7 +156,8 @@ class RetrievalSet:
         return out
 
     def documents_of(self, ids: np.ndarray) -> np.ndarray:
-        """The documents of chunks: ids [n] int64, none of them -1 → [n] int64, numbered like chunks (`neighbor_ids`)."""
+        """The documents of chunks: ids [n] int64, none of them -1 → [n] int64, numbered like chunks
+        (`neighbor_ids`)."""
         out = np.empty(len(ids), dtype=np.int64)
         for split, rows, chunk_ids in self._by_split(ids):
             out[rows] = (ids[rows] >> CHUNK_ID_BITS << CHUNK_ID_BITS) | split.documents_of(chunk_ids)[0]
@@ -184,7 +187,8 @@ class RetrievalSet:
 
 
 def _require_named(datastore: Datastore, other: Path, named: Sequence[Path | str]) -> None:
-    """Raise InputError if a datastore at a URL names another one that is not below its own location, and that the user has not named.
+    """Raise InputError if a datastore at a URL names another one that is not below its own location, and that the user
+    has not named.
 
     Otherwise whoever writes a manifest would choose the hosts and the local folders that its readers read.
     """
@@ -224,7 +228,8 @@ def open_others(own: Datastore, locations: Sequence[Path]) -> list[Datastore]:
 
 
 def entries_of(own: Datastore, locations: Sequence[Path]) -> list[dict[str, str]]:
-    """`extra_datastores` in a manifest: relative path and fingerprint of the chunks of each. `RetrievalSet.of` reads them."""
+    """`extra_datastores` in a manifest: relative path and fingerprint of the chunks of each. `RetrievalSet.of` reads
+    them."""
     base = own.folder.resolve()
     return [
         {"folder": os.path.relpath(other.folder.resolve(), base), "chunks": other.manifest["fingerprints"]["chunk"]}
@@ -257,7 +262,8 @@ def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
 
 
 def tokenizer_fingerprint(datastore: Path) -> str:
-    """A value that is equal for two datastores (folders or URLs) with the same tokens, wherever their tokenizers come from."""
+    """A value that is equal for two datastores (folders or URLs) with the same tokens, wherever their tokenizers come
+    from."""
     folder = local_folder(datastore) / "tokenizer"
     ignored = ("kind", "added_bytes")  # added_bytes follows from the model
     metadata = {
@@ -268,7 +274,8 @@ def tokenizer_fingerprint(datastore: Path) -> str:
 
 
 def embedder_identity(datastore: Datastore) -> dict[str, str] | str:
-    """A value that is equal for two datastores with the same vectors: a transformer's recipe, or a lexical embedder's files."""
+    """A value that is equal for two datastores with the same vectors: a transformer's recipe, or a lexical embedder's
+    files."""
     folder = datastore.folder / "embedder"
     is_transformer = embedder_kind(datastore.folder) == "transformer"
     return str(read_manifest(folder)["fingerprint"]) if is_transformer else _checksums(folder)

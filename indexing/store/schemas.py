@@ -1,9 +1,11 @@
-"""The fields of JSON files in a datastore: types, ranges and sizes, checked where a file is parsed. Another machine may have written it.
+"""The fields of JSON files in a datastore: types, ranges and sizes, checked where a file is parsed. Another machine may
+have written it.
 
     manifest.json ─► `parsed(kind, value, file)` ─► the same value, or InputError: file, field, what was found, what is accepted
 
-Manifests of artifacts and of datastores are described here. A module that reads settings or counts of one stage describes them itself,
-as a `TypedDict` (`artifact.recorded`). Keys that nobody reads are ignored, so that later versions can add some.
+Manifests of artifacts and of datastores are described here. A module that reads settings or counts of one stage
+describes them itself, as a `TypedDict` (`artifact.recorded`). Keys that nobody reads are ignored, so that later
+versions can add some.
 """
 
 import json
@@ -43,7 +45,7 @@ Fingerprint = Annotated[str, Field(max_length=64)]
 Version = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-def _paths(value: Any) -> Any:
+def _paths(value: object) -> object:
     """Paths of artifacts, see `paths.py`, which reads them."""
     if not isinstance(value, str | list | dict):
         raise ValueError("cannot be an artifact: should be its path, or a list or an object of such paths")

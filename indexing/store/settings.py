@@ -4,8 +4,8 @@
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     zero: Literal[0, 1, 2, 3] = 0
 
-`__post_init__` checks relations between fields and raises InputError. Files and the command line cannot set a field with the metadata
-`NOT_A_KEY`: a program or the file of a model sets it.
+`__post_init__` checks relations between fields and raises InputError. Files and the command line cannot set a field
+with the metadata `NOT_A_KEY`: a program or the file of a model sets it.
 """
 
 import dataclasses
@@ -70,8 +70,9 @@ def key_fields(kind: Any) -> list["dataclasses.Field[Any]"]:
 def settings(kind: type[T]) -> type[T]:
     """Make a class a frozen dataclass that checks its fields, also with `dataclasses.replace`.
 
-    A constructor converts values without loss (a list to a tuple, a string to a path, JSON's dict to a section) and raises
-    InputError with the key, the value and what is accepted. A class attribute `key` is the name of its section in messages.
+    A constructor converts values without loss (a list to a tuple, a string to a path, JSON's dict to a section) and
+    raises InputError with the key, the value and what is accepted. A class attribute `key` is the name of its section
+    in messages.
     """
     checked: Any = pydantic.dataclasses.dataclass(kind, frozen=True, config=ConfigDict(extra="forbid"))
     construct = checked.__init__

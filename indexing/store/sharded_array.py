@@ -32,7 +32,8 @@ def open_array(path: Path) -> np.ndarray:
 
 
 def fetch(array: np.ndarray, first: int = 0) -> None:
-    """Begin to read the rows of a memory-mapped file from `first` on, which many small reads will need. They stay as long as memory allows."""
+    """Begin to read the rows of a memory-mapped file from `first` on, which many small reads will need. They stay as
+    long as memory allows."""
     mapped: Any = array
     if first < len(array):
         begin = array[first:].ctypes.data - array.ctypes.data + mapped.offset % mmap.ALLOCATIONGRANULARITY
@@ -105,8 +106,9 @@ class ShardedArray:
     def _map_for(self, shard: int, rows: np.ndarray) -> np.ndarray:
         """A map of one shard for some of its rows.
 
-        If the array does not fit into half of the memory, and the rows are far apart, this is another map than for reading in
-        sequence: the kernel then reads no pages around a missing one. Most would be unused, and would displace used ones.
+        If the array does not fit into half of the memory, and the rows are far apart, this is another map than for
+        reading in sequence: the kernel then reads no pages around a missing one. Most would be unused, and would
+        displace used ones.
         """
         array = self.shard(shard)
         row_bytes = array[:1].nbytes
@@ -127,6 +129,7 @@ class ShardedArray:
 
 
 def _is_dense(rows: np.ndarray, row_bytes: int) -> bool:
-    """Whether the span of some rows of a file has at least two of them for each part that is read around a missing page."""
+    """Whether the span of some rows of a file has at least two of them for each part that is read around a missing
+    page."""
     span = (int(rows.max()) - int(rows.min()) + 1) * row_bytes if len(rows) else 0
     return len(rows) >= 2 * (1 + span / _AROUND)

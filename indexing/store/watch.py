@@ -3,7 +3,8 @@
     open ─► sizes of all files ─► before each piece of work: sizes, modification times and inodes again
                                       └─ changed ─► compared with the manifest and its checksum ─► DamagedFile
 
-Files of an artifact never change after they were written. So one with another modification time is read once to its end.
+Files of an artifact never change after they were written. So one with another modification time is read once to its
+end.
 """
 
 import os
@@ -55,7 +56,8 @@ class Watch:
         self._intact = {file: _state(file) for file in self._files}
 
     def compare(self) -> None:
-        """Compare all files with their checksums that are used here for the first time, large ones on a thread; see `first_use.py`.
+        """Compare all files with their checksums that are used here for the first time, large ones on a thread; see
+        `first_use.py`.
 
         Raises:
             DamagedFile: one differs.
@@ -90,11 +92,13 @@ class Watch:
             self._reported.pop(file, None)
 
     def report(self, error: DamagedFile) -> None:
-        """Remember a damaged file that a reader found: one that was damaged before it was watched, or is not watched."""
+        """Remember a damaged file that a reader found: one that was damaged before it was watched, or is not
+        watched."""
         self._reported[error.file] = _state(error.file), error.problem
 
     def explain(self) -> DamagedFile | None:
-        """Look for a damaged file after an unexpected error: compare files that are younger than their manifest with its checksums.
+        """Look for a damaged file after an unexpected error: compare files that are younger than their manifest with
+        its checksums.
 
         A manifest is written last. A file that was found intact is not read again.
         """
@@ -159,7 +163,8 @@ class Watch:
 
 
 def _artifacts(datastore: Path) -> Iterator[Path]:
-    """The finished artifacts of a datastore, of all kinds but those that are read once. So a new kind is watched too."""
+    """The finished artifacts of a datastore, of all kinds but those that are read once. So a new kind is watched
+    too."""
     for manifest in sorted(datastore.glob(f"*/*/{MANIFEST}")):
         folder = manifest.parent
         if not {folder.name, folder.parent.name} & {*_IN_MEMORY} and not folder.name.startswith("."):

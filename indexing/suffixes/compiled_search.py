@@ -3,8 +3,8 @@
     text ─ heads in memory ─► a few hundred adjacent rows ─ what distinguishes them (`rows.py`) ─► one row ─ its text ─► the longest match
     row ─ tokens shared with the rows around ─► for each length of match all its rows ─ at most 32 of them ─► the tokens that follow
 
-A document of 8 tokens, `a b a c a b a d`, and the 4 of its 8 rows that end in `a`. `shared` are the tokens that a row has in common with
-the row before, `next` is the token of the row behind these:
+A document of 8 tokens, `a b a c a b a d`, and the 4 of its 8 rows that end in `a`. `shared` are the tokens that a row
+has in common with the row before, `next` is the token of the row behind these:
 
     row  prefix, backwards  position  follows  shared  next
     0    a                  0         b        0       a
@@ -15,17 +15,19 @@ the row before, `next` is the token of the row behind these:
 A search for `x b a`, backwards `a b x`:
 
 1. `_rows_near`: the stored heads lead to these rows.
-2. `deepest` begins with row 0. Row 1 differs from it in the token at place 1. This is `b`, as in the text, so row 1 is followed. Row 2
-   differs at place 3, behind the end of the text. Row 3 differs at place 1 too, but with `c`. So row 1 is the result.
+2. `deepest` begins with row 0. Row 1 differs from it in the token at place 1. This is `b`, as in the text, so row 1 is
+   followed. Row 2 differs at place 3, behind the end of the text. Row 3 differs at place 1 too, but with `c`. So row 1
+   is the result.
 3. `_longest_in` reads the text of row 1 alone: it shares `a b` with `a b x`. The match has 2 tokens.
-4. `around` row 1: row 2 shares 3 tokens with the row before, row 3 shares 1. So `b a` is in rows 1 and 2, and `a` is in rows 0 to 3.
+4. `around` row 1: row 2 shares 3 tokens with the row before, row 3 shares 1. So `b a` is in rows 1 and 2, and `a` is in
+   rows 0 to 3.
 5. `find_votes`: after `b a` come c and d, and after `a` come b, c, d and b.
 
-All loops are in one file: numba keeps the result of a function until the file of that function changes. It does not notice a change of a
-function that is called from there and is in another file.
+All loops are in one file: numba keeps the result of a function until the file of that function changes. It does not
+notice a change of a function that is called from there and is in another file.
 
-A row is a prefix: its place in an order. A position is that of a token in a split (`texts.py`). A text is an int64 array of token ids,
-backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
+A row is a prefix: its place in an order. A position is that of a token in a split (`texts.py`). A text is an int64
+array of token ids, backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +51,8 @@ _FIRST_ROW, _NUM_ROWS, _ROWS, _ALL_ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITI
 
 
 class NotOpen(Exception):
-    """The text of a shard is needed that is not open yet. Its argument is the shard; the number of shards for a position behind all texts."""
+    """The text of a shard is needed that is not open yet. Its argument is the shard; the number of shards for a
+    position behind all texts."""
 
 
 class DamagedRows(Exception):
@@ -61,15 +64,19 @@ class DamagedText(Exception):
 
 
 class Files(NamedTuple):
-    """Memory-mapped files by their addresses, since a loop reads from any number of them. They must stay mapped, and the tables must stay.
+    """Memory-mapped files by their addresses, since a loop reads from any number of them. They must stay mapped, and
+    the tables must stay.
 
-    The loops read inside of the mapped files whatever these contain, if their types and numbers of rows are those that the tables say.
+    The loops read inside of the mapped files whatever these contain, if their types and numbers of rows are those that
+    the tables say.
 
     Attributes:
-        shards: address of a table [shards + 1, 5] int64: the first position, addresses of tokens, lengths of chunks and document offsets,
-            number of documents; an address of 0: not open. Of the last row only the position behind all.
-        parts: address of a table [parts, 8] int64: the first row in its order, number of rows, address of `rows.npy` and its number of
-            rows, addresses of `positions.npy` and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
+        shards: address of a table [shards + 1, 5] int64: the first position, addresses of tokens, lengths of chunks and
+            document offsets, number of documents; an address of 0: not open. Of the last row only the position behind
+            all.
+        parts: address of a table [parts, 8] int64: the first row in its order, number of rows, address of `rows.npy`
+            and its number of rows, addresses of `positions.npy` and `heads.npy`, number of heads, bytes of a position.
+            Parts of an order are consecutive.
         first_heads: address of a table [parts] uint64: the first head of each part.
         orders: address of a table [orders + 1] int64: the first part of each order.
         num_shards: number of shards.
@@ -82,7 +89,8 @@ class Files(NamedTuple):
         head_tokens: tokens of a head.
         rows_of_head: rows from one stored head to the next.
         adjacent: among this many rows the one that shares most with a text is found without reading other texts.
-        looked_at: if some of many occurrences are wanted, whether they are deleted is read at this many times as many, spread evenly.
+        looked_at: if some of many occurrences are wanted, whether they are deleted is read at this many times as many,
+            spread evenly.
     """
 
     shards: int
@@ -193,8 +201,8 @@ def _longest_living(
     """Find a row that is not deleted and shares as many last tokens with a text as any of them.
 
     Returns:
-        the number of these tokens, and the row; 0 and -1 if all rows are deleted. It is one of two: the nearest such row before `row`,
-        and the nearest one from `row` on.
+        the number of these tokens, and the row; 0 and -1 if all rows are deleted. It is one of two: the nearest such
+        row before `row`, and the nearest one from `row` on.
     """
     length, best = 0, -1
     for step in (-1, 1):
@@ -245,7 +253,8 @@ def _rows_around(text: np.ndarray, size: int, row: int, order: int, files: Files
 
 @compiled
 def _first_row(ends: bool, text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
-    """The first of the rows [low, high) that ends in a text; without `ends`, the first one that does not. `high` if there is none.
+    """The first of the rows [low, high) that ends in a text; without `ends`, the first one that does not. `high` if
+    there is none.
 
     All rows behind it are alike.
     """
@@ -390,7 +399,8 @@ def count_votes(
 
     Args:
         rows: the row of each match, [n]. Of the matches of a row a longer one comes first.
-        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them (`rows.stride`).
+        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them
+            (`rows.stride`).
         high: the one after the last voter, [n] int64.
         size: the number of voters, [n] int64.
         before: voters before all of these.
@@ -527,7 +537,8 @@ def some_ends(
 
 @compiled
 def _spread(ranges: np.ndarray, most: int, step: int, files: Files) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` of the rows in some ranges that are multiples of a step, counted from the first row of each part, spread evenly.
+    """At most `most` of the rows in some ranges that are multiples of a step, counted from the first row of each part,
+    spread evenly.
 
     Returns:
         orders [n] and rows [n].
@@ -610,7 +621,8 @@ def next_tokens(position: int, most: int, files: Files) -> np.ndarray:
 
 @compiled
 def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
-    """The rows [first, stop) of a part that share their last tokens, `size` of them and at most 31, with a row, all counted from its first one.
+    """The rows [first, stop) of a part that share their last tokens, `size` of them and at most 31, with a row, all
+    counted from its first one.
 
     A row of a higher level has the fewest tokens that are shared from its predecessor there on.
     """
@@ -648,14 +660,16 @@ def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
 
 @compiled
 def deepest(part: int, first: int, stop: int, text: np.ndarray, size: int, files: Files) -> tuple[int, int]:
-    """Find the row of a part in [first, stop) that shares most last tokens with a text by 11 bits of each token that distinguishes rows.
+    """Find the row of a part in [first, stop) that shares most last tokens with a text by 11 bits of each token that
+    distinguishes rows.
 
-    The rows are the leaves of a tree, from left to right. The first row below a node is followed until a later one has the text's token.
+    The rows are the leaves of a tree, from left to right. The first row below a node is followed until a later one has
+    the text's token.
 
     Returns:
-        the row, and a number in which bit n is set if the search followed token n. If the row and the text share exactly n tokens
-        and this bit is set, two tokens have the same 11 bits, and another row may share more. Rows that share at least 31 tokens
-        count as equal.
+        the row, and a number in which bit n is set if the search followed token n. If the row and the text share
+        exactly n tokens and this bit is set, two tokens have the same 11 bits, and another row may share more. Rows
+        that share at least 31 tokens count as equal.
     """
     table, compared = _table(part, files), min(size, LONGEST_SHARED)
     best, best_followed, followed, skipped = first, 0, 0, LONGEST_SHARED
@@ -750,7 +764,8 @@ def _head(text: np.ndarray, size: int, files: Files) -> np.uint64:
 
 @compiled
 def _row_before(head: np.uint64, order: int, files: Files) -> int:
-    """The last row with a stored head that is smaller than this one; 0 if there is none. The rows before it have smaller heads too."""
+    """The last row with a stored head that is smaller than this one; 0 if there is none. The rows before it have
+    smaller heads too."""
     part, heads = _stored_heads(head, order, False, files)
     if not heads:
         return 0
@@ -759,7 +774,8 @@ def _row_before(head: np.uint64, order: int, files: Files) -> int:
 
 @compiled
 def _row_after(head: np.uint64, order: int, files: Files) -> int:
-    """The first row with a stored head that is greater than this one, or the end of its part. The rows behind it have greater heads too."""
+    """The first row with a stored head that is greater than this one, or the end of its part. The rows behind it have
+    greater heads too."""
     part, heads = _stored_heads(head, order, True, files)
     if not heads:
         return 0
@@ -782,7 +798,8 @@ def _stored_heads(head: np.uint64, order: int, or_equal: bool, files: Files) -> 
 
 @compiled
 def _below(heads: int, low: int, high: int, head: np.uint64, or_equal: bool) -> int:
-    """The first of the heads [low, high) at an address that is at least this one; with `or_equal`, greater than it. `high` if none is."""
+    """The first of the heads [low, high) at an address that is at least this one; with `or_equal`, greater than it.
+    `high` if none is."""
     while low < high:
         middle = (low + high) // 2
         found = _uint64(heads)[middle]
@@ -909,7 +926,8 @@ _uint64, _int64 = _pointer_to(types.uint64), _pointer_to(types.int64)
 
 @compiled
 def _last_up_to(number: int, numbers: int, step: int, low: int, high: int) -> int:
-    """The last of the numbers from place `low` to `high`, ascending, that is not greater than this one; `low` if all are.
+    """The last of the numbers from place `low` to `high`, ascending, that is not greater than this one; `low` if all
+    are.
 
     Args:
         number: the number.

@@ -1,4 +1,5 @@
-"""Opens the sorted prefixes of a datastore, and its texts when they are needed, for the compiled loops of `compiled_search.py`."""
+"""Opens the sorted prefixes of a datastore, and its texts when they are needed, for the compiled loops of
+`compiled_search.py`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ from indexing.suffixes.texts import Texts
 ADJACENT = 1024
 """Rows among which the one that shares most with a text is found without reading other texts."""
 LOOKED_AT = 8
-"""If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
+"""If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread
+evenly."""
 
 
 class MappedFiles:
@@ -65,7 +67,7 @@ class MappedFiles:
             looked_at=LOOKED_AT,
         )
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a compiled function, whose last argument are the files, and open the texts that it needs.
 
         Raises:

@@ -3,8 +3,9 @@
     document  a b a c        prefixes, read backwards   in order
                              a, b a, a b a, c a b a     a, a b a, b a, c a b a
 
-All prefixes that end in the same tokens are neighbors in this order, so one binary search finds every place where a text occurs,
-and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts suffixes and asks for what follows them).
+All prefixes that end in the same tokens are neighbors in this order, so one binary search finds every place where a
+text occurs, and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts suffixes and asks for what
+follows them).
 
 `order_build.py` makes it.
 """
@@ -37,11 +38,11 @@ LONGEST = 64
 PART_TOKENS = 1 << 27
 """Prefixes of a part of an order."""
 ROWS_OF_HEAD = 256
-"""Sorted prefixes from one stored head to the next. Heads are small and stay in the cache. They replace the first steps of a binary
-search: each of those would read a page of the prefixes and a page of the tokens."""
+"""Sorted prefixes from one stored head to the next. Heads are small and stay in the cache. They replace the first steps
+of a binary search: each of those would read a page of the prefixes and a page of the tokens."""
 FAN_IN = 512
-"""Runs that are merged at a time. If there are more, groups of them are merged into longer runs first, so that a build makes one more pass
-over all prefixes from 513 runs on, and two from 262,145 on."""
+"""Runs that are merged at a time. If there are more, groups of them are merged into longer runs first, so that a build
+makes one more pass over all prefixes from 513 runs on, and two from 262,145 on."""
 ALL_HEADS = 1 << 64
 """Above all heads."""
 TOKENS_FILE = "tokens.npy"
@@ -56,8 +57,8 @@ _NAME = re.compile(rf"{FOLDER}/(\d{{5,9}})-(\d{{5,9}})-(\d{{5,9}})")
 def planned_orders(generations: Sequence[range], tokens: Sequence[int]) -> list[range]:
     """The shards of each order of a datastore that grew by these generations, as in a log-structured merge tree.
 
-    A generation is merged with the order before it if that one has at most twice as many tokens, and so on. So there are at most
-    log2(tokens) orders, and a token is sorted again only when its order grows by half.
+    A generation is merged with the order before it if that one has at most twice as many tokens, and so on. So there
+    are at most log2(tokens) orders, and a token is sorted again only when its order grows by half.
 
     Args:
         generations: the shards of each, in order.
@@ -90,10 +91,11 @@ def runs_together(runs: int) -> int:
 
 
 def carries_tokens(text_bytes: float, memory: float, room: float) -> bool:
-    """Whether runs carry the tokens of each prefix: if the text does not fit into half of the memory, and the disk has room for them.
+    """Whether runs carry the tokens of each prefix: if the text does not fit into half of the memory, and the disk has
+    room for them.
 
-    A merge compares tokens all over the text. Reading them from memory is faster than reading longer runs, and reading them from a disk,
-    at random, many times slower.
+    A merge compares tokens all over the text. Reading them from memory is faster than reading longer runs, and reading
+    them from a disk, at random, many times slower.
 
     Args:
         text_bytes: bytes of the tokens of an order.
@@ -113,7 +115,8 @@ def part_path(shards: range, part: int) -> str:
 
 
 def with_tokens(parts: Sequence[Path]) -> Sequence[Path]:
-    """The folders that hold the prefixes of some parts and carry tokens, if the stage has kept them for `votes`; otherwise the parts."""
+    """The folders that hold the prefixes of some parts and carry tokens, if the stage has kept them for `votes`;
+    otherwise the parts."""
     kept = [part.parent / RUNS / part.name for part in parts]
     return kept if all((folder / MANIFEST).exists() for folder in kept) else parts
 
@@ -246,7 +249,8 @@ class Prefixes:
         return read[0] if len(read) == 1 else np.concatenate([np.empty(0, np.int64), *read])
 
     def tokens(self, first: int, stop: int) -> np.ndarray:
-        """The tokens after the rows [first, stop) and their last 64 tokens, see `_Writer`: [n, 65]. From the text unless they are carried."""
+        """The tokens after the rows [first, stop) and their last 64 tokens, see `_Writer`: [n, 65]. From the text
+        unless they are carried."""
         if not self.carried:
             return tokens_of_prefixes(self.texts, self.positions(first, stop))
         read = self._stored(self._tokens, first, stop, 1)
@@ -279,7 +283,8 @@ class Prefixes:
         return out
 
     def multiples(self, first: int, stop: int, step: int) -> Iterator[range]:
-        """The rows of [first, stop) that are multiples of `step`, counted from the first row of each part: a range for each part."""
+        """The rows of [first, stop) that are multiples of `step`, counted from the first row of each part: a range for
+        each part."""
         for start, end in pairwise(self.rows):
             if (begin := max(start, first)) < min(end, stop):
                 yield range(begin + (start - begin) % step, min(end, stop), step)
@@ -321,7 +326,8 @@ class Prefixes:
 def sampled_rows(
     orders: Sequence[Prefixes], ranges: Sequence[tuple[int, int]], most: int, step: int
 ) -> list[np.ndarray]:
-    """At most `most` of the rows in some ranges [first, stop), one of each order, spread evenly over all: [n] int64 for each order.
+    """At most `most` of the rows in some ranges [first, stop), one of each order, spread evenly over all: [n] int64 for
+    each order.
 
     They are multiples of `step`, see `rows.stride` and `Prefixes.multiples`.
     """

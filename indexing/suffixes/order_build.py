@@ -5,12 +5,13 @@
     the runs ─ cut at the same heads ─► ranges of about 2^20 prefixes ─ sort by the last 64 tokens ─► the order, in parts
     a part ─► what a search reads of it (`rows.py`)
 
-Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards alone.
-An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its heads, so the files that
-are opened grow with the prefixes times the levels of merges.
+Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards
+alone. An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its
+heads, so the files that are opened grow with the prefixes times the levels of merges.
 
-If the text is larger than half of the memory, runs carry the tokens of each prefix. Then runs are written and read in sequence, and the text
-is read when the runs are made, and not by merges. The last of them is kept until `votes` has read it.
+If the text is larger than half of the memory, runs carry the tokens of each prefix. Then runs are written and read in
+sequence, and the text is read when the runs are made, and not by merges. The last of them is kept until `votes` has
+read it.
 """
 
 import shutil
@@ -47,9 +48,11 @@ _BLOCK = 1 << 18
 class _Writer:
     """Appends prefixes to the files of a part.
 
-    - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than 2^32 positions.
+    - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than
+      2^32 positions.
     - `heads.npy` [n / 256, rounded up] uint64: the head of every 256th prefix.
-    - `tokens.npy` [n, 65], if they carry tokens: the token after each prefix, and its last ones backwards, all plus 1; 0 = none.
+    - `tokens.npy` [n, 65], if they carry tokens: the token after each prefix, and its last ones backwards, all plus 1;
+      0 = none.
     """
 
     def __init__(self, work: Path, texts: Texts, positions: int, *, carried: bool = False) -> None:
@@ -64,11 +67,13 @@ class _Writer:
 
     def append(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add prefixes by the positions [n] int64 of their last tokens, with their tokens [n, 65] if they are known."""
+        # Of these n rows, those whose number in the part is a multiple of 256.
         stored = slice(-self._positions.rows % ROWS_OF_HEAD, None, ROWS_OF_HEAD)
         self._heads.append(self._texts.heads(positions[stored]) if tokens is None else heads_of(tokens[stored]))
         if self._tokens is not None and tokens is not None:
             self._tokens.append(tokens)
         if self._width > 4:
+            # [n] int64 → [n, 5] uint8: the lowest byte is first, so the bytes that are left out are zeros.
             positions = positions.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : self._width]
         self._positions.append(positions)
 
@@ -84,7 +89,8 @@ class _Writer:
 def write_run(
     work: Path, texts: Texts, shard: int, advance: Advance = lambda units: None, *, carried: bool = False
 ) -> None:
-    """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of positions.
+    """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of
+    positions.
 
     Memory: `RUN_BYTES` for each token of the shard.
 
@@ -96,6 +102,7 @@ def write_run(
         carried: whether to store the tokens of each prefix with it.
     """
     positions = texts.shard(shard).positions() + texts.starts[shard]
+    # Positions [n] ascend, so a stable sort by heads [n] leaves prefixes with equal heads in the order of positions.
     heads = np.concatenate(
         [texts.heads(positions[block]) for block in blocks(len(positions), _BLOCK)] or [np.empty(0, np.uint64)]
     )
@@ -107,7 +114,8 @@ def write_run(
 
 
 def cuts(texts: Texts, shards: range, count: int) -> list[int]:
-    """Heads at which the prefixes of some shards are cut into `count` parts of about the same size: [count - 1], equal ones are possible.
+    """Heads at which the prefixes of some shards are cut into `count` parts of about the same size: [count - 1], equal
+    ones are possible.
 
     They depend on the text alone: the heads of up to 4,096 prefixes of each shard, spread evenly, are sorted.
     """
@@ -118,6 +126,7 @@ def cuts(texts: Texts, shards: range, count: int) -> list[int]:
         text = texts.shard(shard)
         step = max(1, int(text.lengths.sum(dtype=np.int64)) // _SAMPLES)
         heads.append(texts.heads(text.positions(step) + texts.starts[shard]))
+    # All prefixes with the same head are on one side of a cut, whatever run they are in: parts can be merged alone.
     ordered = np.sort(np.concatenate(heads))
     return [int(ordered[len(ordered) * number // count]) for number in range(1, count)] if len(ordered) else []
 
@@ -134,18 +143,20 @@ def write_part(
     compared: int = LONGEST,
     carried: bool = False,
 ) -> int:
-    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`; of an order also
-    `rows.npy` (`rows.RowWriter`).
+    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of
+    `runs`; of an order also `rows.npy` (`rows.RowWriter`).
 
     The text is not read if all runs carry tokens.
 
-    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 300 if runs carry tokens of 16 bits.
+    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 300 if runs carry tokens of 16
+    bits.
 
     Args:
         work: the folder to write to.
         texts: of `train`.
         shards: consecutive ones.
-        runs: the folders of the parts of each run that have these heads, in the order of their shards, which are all of `shards`.
+        runs: the folders of the parts of each run that have these heads, in the order of their shards, which are all of
+            `shards`.
         first: smallest head.
         stop: above the largest head.
         advance: called with the number of prefixes that were written.
@@ -174,11 +185,13 @@ def write_part(
 def _sorted_range(
     texts: Texts, runs: Sequence[Prefixes], first: int, stop: int, compared: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The prefixes of some runs whose heads are in [first, stop): positions [n], their order [n], and tokens [n, 65] if all runs carry them."""
+    """The prefixes of some runs whose heads are in [first, stop): positions [n], their order [n], and tokens [n, 65] if
+    all runs carry them."""
     rows = [(run, run.between(first, stop)) for run in runs]
     positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
     if not all(run.carried for run in runs):
         return positions, order_of_prefixes(texts, positions, compared), None
+    # [n, 65]: column 0 is the token after the prefix, which does not decide its place in the order.
     tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     return positions, order_of_windows(tokens[:, 1:], compared), tokens
 
@@ -217,13 +230,15 @@ def _write_rows(work: Path, part: Prefixes) -> None:
 
 def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     """Heads inside of (first, stop) that divide the rows of some runs into ranges of about 2^20."""
+    # A stored head stands for 256 rows of its run, so every 4,096th of all runs' heads is a border.
     heads = np.sort(np.concatenate([run.heads_between(first, stop) for run in runs]))
     step = max(1, RANGE_TOKENS // ROWS_OF_HEAD)
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
 
 
 def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGEST) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens; equal ones stay in their order. Tokens are read as far back as they decide."""
+    """The order [n] of prefixes by their last tokens; equal ones stay in their order. Tokens are read as far back as
+    they decide."""
 
     available = texts.available(positions)
 
@@ -234,7 +249,8 @@ def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGE
 
 
 def order_of_windows(windows: np.ndarray, compared: int = LONGEST) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens, which are [n, 64], see `ShardText.windows`; equal ones stay in their order."""
+    """The order [n] of prefixes by their last tokens, which are [n, 64], see `ShardText.windows`; equal ones stay in
+    their order."""
     width = 8 // windows.itemsize
 
     def keys(rows: np.ndarray, column: int) -> np.ndarray:
@@ -251,16 +267,20 @@ def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns:
         keys: gives the numbers [r] uint64 of some rows [r] in a column. Columns after the first are read for ties only.
         columns: number of columns.
     """
+    # The first column is read and sorted for all n rows. Later ones are for ties only.
     values = keys(np.arange(count), 0)
     order = np.argsort(values, kind="stable")
     values = values[order]
-    tied = values[1:] == values[:-1]  # with the row before
+    tied = values[1:] == values[:-1]  # [n - 1]: row i + 1 of the order equals row i so far
     for column in range(1, columns):
+        # Places [t] in the order that are tied to the next or the one before, and the number of their run of equal
+        # rows.
         places = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
         if not len(places):
             break
         group = np.cumsum(~np.append(False, tied))[places]
         values = keys(order[places], column)
+        # By group, then by value: rows move inside of their group only. It is stable, as the first sort.
         inner = np.lexsort((values, group))
         order[places], values = order[places][inner], values[inner]
         tied[:] = False

@@ -1,13 +1,14 @@
-"""What a search reads of an order: for every prefix the token that follows it, and what distinguishes it from the one before.
+"""What a search reads of an order: for every prefix the token that follows it, and what distinguishes it from the one
+before.
 
     rows         0      1      2      3  …            of a part, in order
     every 32nd   0                        32     …    the same for fewer rows, in the same file behind them
     every 1024th 0                               …    and so on, until 32 are left
 
-Prefixes that end in the same tokens are consecutive rows. The number of tokens that a row shares with the one before gives their first
-and last one (as in a suffix tree), and the next token behind these, compared without reading any text, leads to the longest match (a blind
-search, as in String B-trees: Ferragina & Grossi 1999). Tokens that follow many rows are read from the level that has few of them. So
-both read a few adjacent rows, in a datastore of any size.
+Prefixes that end in the same tokens are consecutive rows. The number of tokens that a row shares with the one before
+gives their first and last one (as in a suffix tree), and the next token behind these, compared without reading any
+text, leads to the longest match (a blind search, as in String B-trees: Ferragina & Grossi 1999). Tokens that follow
+many rows are read from the level that has few of them. So both read a few adjacent rows, in a datastore of any size.
 """
 
 from pathlib import Path
@@ -79,9 +80,10 @@ def _columns(token_dtype: np.dtype) -> int:
 class RowWriter:
     """Writes `rows.npy` [rows of all levels, 2] uint16, or 3 if token ids have more than 16 bits.
 
-    The first column, or two, are the token that follows, plus 1, 0 = none, the lower 16 bits first. The last one has the number of tokens
-    that are shared with the row before (in a higher level: with the row of this level before), at most 31, in the upper 5 bits, and in
-    the others the lowest 11 bits of the next token before these, plus 1; 0 = none. The first row shares 0.
+    The first column, or two, are the token that follows, plus 1, 0 = none, the lower 16 bits first. The last one has
+    the number of tokens that are shared with the row before (in a higher level: with the row of this level before), at
+    most 31, in the upper 5 bits, and in the others the lowest 11 bits of the next token before these, plus 1; 0 = none.
+    The first row shares 0.
 
     Args:
         work: the folder of the part.
@@ -97,12 +99,15 @@ class RowWriter:
 
     def append(self, tokens: np.ndarray) -> None:
         """Add rows by the token after each prefix and its last 64 tokens, [n, 65], see `Prefixes.tokens`."""
+        # [n + 1, 32]: the last row of the call before comes first, so that every new row has one to be compared with.
         window = np.concatenate([self._before, tokens[:, 1 : LONGEST_SHARED + 2]])
         rows = np.empty((len(tokens), *self._file.row_shape), np.uint16)
+        # A token of 32 bits is two numbers of 16 bits, the lower one first.
         rows[:, :-1] = np.ascontiguousarray(tokens[:, :1]).view(np.uint16)
         compiled(_distinguish)(window, rows[:, -1])
         self._file.append(rows)
         self._before, left = window[-1:], np.concatenate([self._left, rows])
+        # The next level is made of whole groups of 32. It is kept in memory, as it follows all rows in the file.
         whole = left[: len(left) // FAN_OUT * FAN_OUT]
         if len(whole):
             self._level.append(_every(whole, self._shared))
@@ -129,6 +134,8 @@ def _every(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
         shared: by the 31 rows before.
     """
     count = -(-len(rows) // FAN_OUT)
+    # Shifted by 31, the i-th group of 32 ends with row 32 i. Its least number is what row 32 i shares with row 32 (i -
+    # 1), since that is shared from row to row.
     of_all = np.concatenate([shared, rows[:, -1] >> TOKEN_BITS])[: count * FAN_OUT]
     sampled = rows[::FAN_OUT].copy()
     sampled[:, -1] &= TOKEN_MASK

@@ -33,8 +33,10 @@ class Match:
 
     Attributes:
         length: tokens; 0 if even the last token occurs nowhere.
-        ranges: for each order the rows [first, stop) of the prefixes that end in these tokens, or in the last 64 of them.
-        ends: of a match of more than 64 tokens the positions where it ends, outside of documents that were deleted then.
+        ranges: for each order the rows [first, stop) of the prefixes that end in these tokens, or in the last 64 of
+            them.
+        ends: of a match of more than 64 tokens the positions where it ends, outside of documents that were deleted
+            then.
     """
 
     length: int
@@ -80,8 +82,8 @@ class _Ends:
 class SuffixIndex:
     """The sorted prefixes of all training documents of a datastore, memory-mapped.
 
-    A match costs two or three binary searches, in a datastore that has grown as often in each of a few orders. Documents that are deleted
-    do not occur, also if they were deleted after the index was opened.
+    A match costs two or three binary searches, in a datastore that has grown as often in each of a few orders.
+    Documents that are deleted do not occur, also if they were deleted after the index was opened.
 
     Every search raises DatastoreChanged if the datastore was built again.
     """
@@ -107,7 +109,8 @@ class SuffixIndex:
         return cls(Datastore.open(folder).train)
 
     def of_documents(self, chosen: np.ndarray, folder: Path) -> "SuffixIndex":
-        """The index of some of the documents, [documents] bool. Writes 8 to 10 bytes for each of their tokens to a folder."""
+        """The index of some of the documents, [documents] bool. Writes 8 to 10 bytes for each of their tokens to a
+        folder."""
         part = copy.copy(self)
         part._search(
             [write_chosen(folder / str(number), order, chosen) for number, order in enumerate(self._files.orders)]
@@ -125,7 +128,8 @@ class SuffixIndex:
         return match if match.length == len(text) else None
 
     def position(self, order: int, row: int) -> int:
-        """Where the prefix in a row of an order ends: (id of the chunk) · m + (place in the chunk). Its document can be deleted."""
+        """Where the prefix in a row of an order ends: (id of the chunk) · m + (place in the chunk). Its document can be
+        deleted."""
         (position,) = self._files.call(self._loops.positions_of, np.array([order]), np.array([row]))
         return int(position)
 
@@ -142,14 +146,18 @@ class SuffixIndex:
         return self._extended(match, np.asarray(text, np.int64)) if len(text) > length == LONGEST else match
 
     def _extended(self, match: Match, text: np.ndarray) -> Match:
-        """The longest match of a text, from the match of its last 64 tokens: those of its places that share most of the text before."""
+        """The longest match of a text, from the match of its last 64 tokens: those of its places that share most of the
+        text before."""
         ends, length = self._ends_of(match).positions(), LONGEST
         while length < len(text):
+            # Up to 64 tokens before the match, backwards and plus 1, as `Texts.windows` has them for each place [n,
+            # 64].
             wanted = text[max(0, len(text) - length - LONGEST) : len(text) - length][::-1] + 1
             available = self._texts.available(ends) - length
             inside = np.flatnonzero(available > 0)
             shared = np.zeros(len(ends), np.int64)
             windows = self._texts.windows(ends[inside] - length, LONGEST)[:, : len(wanted)]
+            # The product is 1 up to the first token that differs, so the sum counts the equal ones before it.
             shared[inside] = np.cumprod(windows == wanted, axis=1).sum(axis=1)
             more = int(shared.max(initial=0))
             ends, length = ends[shared == more], length + more
@@ -173,7 +181,8 @@ class SuffixIndex:
         return self._ends_of(match).occurrences
 
     def places(self, match: Match, most: int) -> list[Place]:
-        """One occurrence in each of the first `most` documents that a match occurs in, among some of its occurrences."""
+        """One occurrence in each of the first `most` documents that a match occurs in, among some of its
+        occurrences."""
         ends = self.occurrences(match, _SCANNED)
         documents = self.split.documents_of(ends[:, 0])[0].tolist()
         chosen = dict(zip(reversed(documents), reversed(ends.tolist()), strict=True))  # the first one of each document
@@ -185,7 +194,8 @@ class SuffixIndex:
         return places
 
     def next_tokens(self, match: Match, most: int = _SCANNED) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document.
+        """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the
+        end of a document.
 
         Args:
             match: the match. Every token follows the empty text, so those at its ends are counted.
@@ -200,8 +210,9 @@ class SuffixIndex:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the matches of the text up to each token, by their length, from the token `first` on.
 
-        The same as the stored votes of a held-out document, if no document was deleted. If there are several orders, or a match of one to
-        three tokens is in two parts of one, the stage `votes` may have counted other 32 of its occurrences.
+        The same as the stored votes of a held-out document, if no document was deleted. If there are several orders, or
+        a match of one to three tokens is in two parts of one, the stage `votes` may have counted other 32 of its
+        occurrences.
 
         Args:
             text: [t] token ids of one document, from its beginning or later.
@@ -210,12 +221,15 @@ class SuffixIndex:
         Returns:
             [t - first, 32] int64, as `votes.as_columns`.
         """
+        # Every token gets a window of 64 tokens that ends with it, backwards. `sizes` says how many of them are of the
+        # text.
         padded = np.concatenate([np.zeros(LONGEST - 1, np.int64), text])
         votes, windows = (
             np.empty((len(text) - first, COLUMNS), np.int64),
             sliding_window_view(padded, LONGEST)[first:, ::-1],
         )
         sizes = np.minimum(np.arange(first, len(text)) + 1, LONGEST)
+        # The windows overlap in memory, so only those of a block are copied.
         for some in blocks(len(votes), _TOGETHER):
             votes[some] = self._votes(np.ascontiguousarray(windows[some]), sizes[some])
         return votes
@@ -228,13 +242,16 @@ class SuffixIndex:
         return self._votes(windows, sizes)
 
     def _votes(self, texts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """The votes for the tokens after texts: the last 64 tokens [N, 64], backwards, at least one, and how many [N] → [N, 32] int64."""
+        """The votes for the tokens after texts: the last 64 tokens [N, 64], backwards, at least one, and how many [N] →
+        [N, 32] int64."""
         return within_limit(self._files.call(self._loops.find_votes, texts, sizes, self.split.deleted), self.split)
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
-        """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
+        """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its
+        length.
 
-        Of several occurrences, at most 32 spread evenly, one that is followed by their most frequent next token is taken.
+        Of several occurrences, at most 32 spread evenly, one that is followed by their most frequent next token is
+        taken.
 
         Returns:
             the number of tokens of the match, and int64 [n].
@@ -261,8 +278,8 @@ class SuffixIndex:
         return self._texts.windows(positions, 1)[:, 0].astype(np.int64) - 1
 
     def _ends_of(self, match: Match, most: int = _ALL) -> _Ends:
-        """Where a match ends outside of deleted documents: at most `most` places, spread evenly. If there are more and some are deleted,
-        their number is estimated."""
+        """Where a match ends outside of deleted documents: at most `most` places, spread evenly. If there are more and
+        some are deleted, their number is estimated."""
         files, loops, deleted = self._files, self._loops, self.split.deleted
         if match.ends is None:
             ranges = np.array(match.ranges or [(0, 0)] * len(files.orders), np.int64)
@@ -298,11 +315,12 @@ class Run:
 
 
 class Tracer:
-    """Finds the runs of a growing text: the longest ones that occur verbatim in the datastore and have at least `least` tokens.
+    """Finds the runs of a growing text: the longest ones that occur verbatim in the datastore and have at least `least`
+    tokens.
 
-    Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096). A match is at most one token longer than
-    that of the token before. So a token costs a search for its match and one token more, or, in a long run, a look at what follows the
-    places where the run occurs.
+    Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096). A match is at most one token
+    longer than that of the token before. So a token costs a search for its match and one token more, or, in a long run,
+    a look at what follows the places where the run occurs.
     """
 
     def __init__(self, index: SuffixIndex, least: int, text: Sequence[int] | np.ndarray = ()) -> None:

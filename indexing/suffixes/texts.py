@@ -1,7 +1,8 @@
 """The texts of a split, by position: what the sorted prefixes of `order.py` are prefixes of.
 
-The position of a token is (id of its chunk) · m + (its place in the chunk). Only the last chunk of a document is padded, so the tokens of a
-document have consecutive positions, and the prefix that ends at a position is all of its document up to there.
+The position of a token is (id of its chunk) · m + (its place in the chunk). Only the last chunk of a document is
+padded, so the tokens of a document have consecutive positions, and the prefix that ends at a position is all of its
+document up to there.
 """
 
 import itertools
@@ -51,7 +52,8 @@ class ShardText:
         return positions + 1 - np.asarray(self.offsets)[self.documents(positions)] * self.chunk_length
 
     def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
-        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document begins."""
+        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document
+        begins."""
         available, window = self.available(positions), np.zeros((len(positions), count), dtype)
         whole = positions >= count - 1  # the others are at the begin of the shard
         if whole.any():
@@ -84,7 +86,8 @@ class ShardText:
         return np.where(available > 0, (read + one_each) >> dropped << dropped, np.uint64(0))
 
     def _words(self, dtype: np.dtype) -> np.ndarray:
-        """The 8 bytes from each token on, [tokens - width + 1] uint64, a view unless tokens are narrower than `dtype`."""
+        """The 8 bytes from each token on, [tokens - width + 1] uint64, a view unless tokens are narrower than
+        `dtype`."""
         tokens, width = self.tokens.astype(dtype, copy=False), 8 // dtype.itemsize
         if len(tokens) < width:
             tokens = np.pad(tokens, (0, width - len(tokens)))
@@ -176,7 +179,8 @@ class Texts:
         return self._read(out, positions, lambda text, own, _: text.available(own))
 
     def words(self, positions: np.ndarray, available: np.ndarray, skip: int) -> np.ndarray:
-        """The tokens of prefixes before their last `skip` ones, as numbers that compare like them: [n], [n] → [n] uint64.
+        """The tokens of prefixes before their last `skip` ones, as numbers that compare like them: [n], [n] → [n]
+        uint64.
 
         Args:
             positions: of the last tokens of the prefixes.

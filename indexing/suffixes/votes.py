@@ -1,7 +1,8 @@
 """The votes of a datastore: what follows a text in other documents, by the length of the match.
 
-For each token of a datastore they are stored in 8 to 9 bytes: records of 21 to 24 bytes, compressed in blocks. `votes_build.py` makes
-them, models read them in training, and `search.py` finds the same for a text while it is generated.
+For each token of a datastore they are stored in 8 to 9 bytes: records of 21 to 24 bytes, compressed in blocks.
+`votes_build.py` makes them, models read them in training, and `search.py` finds the same for a text while it is
+generated.
 """
 
 from typing import Annotated
@@ -37,15 +38,17 @@ LARGEST_VOCABULARY = 1 << 24
 
 
 def vote_dtype(tokens: np.dtype) -> np.dtype:
-    """The votes of one position, before they are compressed: 21 bytes with token ids of 16 bits, 24 bytes with larger ones.
+    """The votes of one position, before they are compressed: 21 bytes with token ids of 16 bits, 24 bytes with larger
+    ones.
 
     - `length` u1: of the longest match, at most 64; 0 = nothing votes at any length.
-    - `tokens` [3]: the candidates, uint16, or three bytes each, the lowest first. From the longest length to the shortest, those with
-      the most votes, then by id. 0 behind the last one.
-    - `levels` u1 [7, 2]: for each of `LENGTHS` four numbers of 4 bits: in the first byte the size code (low) and the share of the first
-      candidate (high), in the second byte the shares of the second (low) and third one (high).
+    - `tokens` [3]: the candidates, uint16, or three bytes each, the lowest first. From the longest length to the
+      shortest, those with the most votes, then by id. 0 behind the last one.
+    - `levels` u1 [7, 2]: for each of `LENGTHS` four numbers of 4 bits: in the first byte the size code (low) and the
+      share of the first candidate (high), in the second byte the shares of the second (low) and third one (high).
 
-    The size code is 0 if nothing votes, otherwise 1 + log2 of the occurrences that are followed by a token, rounded down, at most 15.
+    The size code is 0 if nothing votes, otherwise 1 + log2 of the occurrences that are followed by a token, rounded
+    down, at most 15.
     """
     ids = ("tokens", "<u2", (KEPT,)) if tokens.itemsize == 2 else ("tokens", np.uint8, (KEPT, 3))
     return np.dtype([("length", np.uint8), ids, ("levels", np.uint8, (len(LENGTHS), 2))])
@@ -64,7 +67,8 @@ def has_votes(datastore: Datastore) -> bool:
 
 
 def all_vote(datastore: Datastore) -> bool:
-    """Whether all documents vote for all tokens, and not only for those that were appended with them or later. The datastore has votes."""
+    """Whether all documents vote for all tokens, and not only for those that were appended with them or later. The
+    datastore has votes."""
     shards = len(datastore.train.chunk_rows)
     return all(_recorded(datastore, shard)["orders"][-1] == shards for shard in range(shards))
 
@@ -134,7 +138,8 @@ def read_columns(split: Split, chunks: np.ndarray) -> np.ndarray:
 def as_columns(votes: np.ndarray) -> np.ndarray:
     """Votes [...] as numbers [..., 32] int64.
 
-    The length of the longest match, three candidates, then for each of `LENGTHS` the size code and the three shares (0 to 15).
+    The length of the longest match, three candidates, then for each of `LENGTHS` the size code and the three shares (0
+    to 15).
     """
     tokens, levels = votes["tokens"], votes["levels"]
     if tokens.ndim == votes.ndim + 2:
@@ -165,8 +170,8 @@ def packed(lengths: np.ndarray, candidates: np.ndarray, numbers: np.ndarray, tok
 def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> np.ndarray:
     """Remove, in place, the votes after matches that are longer than a part of a chunk.
 
-    Only the text before a token counts. If the token itself counted too, all votes after the longest allowed match would be wrong ones:
-    a right one makes the match longer.
+    Only the text before a token counts. If the token itself counted too, all votes after the longest allowed match
+    would be wrong ones: a right one makes the match longer.
 
     Args:
         votes: [..., 32], as `as_columns`.

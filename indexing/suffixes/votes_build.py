@@ -1,13 +1,15 @@
-"""The tokens that follow every token's text in other documents, by the length of the match, for all tokens of a datastore.
+"""The tokens that follow every token's text in other documents, by the length of the match, for all tokens of a
+datastore.
 
     sorted prefixes of training documents, and of held-out ones ─ cut at the same heads ─► ranges of about 2^20 tokens
     a range ─ order ─► the nearest prefix of another document ─► length of the longest match
     for each of `LENGTHS` up to it: all prefixes with the same last tokens ─► at most 32 of them ─► votes
     votes of ranges ─► votes of shards; of many shards through blocks of them
 
-Every token is in one range, so time is linear in the tokens. Tokens of appended documents are in ranges of the orders that have them; earlier
-orders are searched (`compiled_search.py`), so their time is linear in the appended tokens times a logarithm. Only documents of `train` vote, and no document for itself. Prefixes of
-held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
+Every token is in one range, so time is linear in the tokens. Tokens of appended documents are in ranges of the orders
+that have them; earlier orders are searched (`compiled_search.py`), so their time is linear in the appended tokens times
+a logarithm. Only documents of `train` vote, and no document for itself. Prefixes of held-out documents are sorted among
+the others and vote for nothing. The text after a token changes nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from indexing.suffixes.mapped_files import MappedFiles
 
 FAN_OUT = 128
-"""Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
+"""Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as
+many as this."""
 _MOST_RANGES = 8
 """Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
 _LEAST_TASKS = 64
@@ -79,7 +82,8 @@ def shards_of_block(shards: int) -> int:
 
 
 def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
-    """Write the prefixes of the held-out documents of a shard, in the order of their heads, with their tokens: a folder for each split."""
+    """Write the prefixes of the held-out documents of a shard, in the order of their heads, with their tokens: a folder
+    for each split."""
     for name in _HELD_OUT:
         (work / name).mkdir()
         write_run(work / name, Texts(datastore.split(name)), shard, carried=True)
@@ -140,8 +144,8 @@ class Occurrences:
 
     Attributes:
         order: the order, of training documents.
-        bounds: the rows [first, stop) that end in the last 1, 2, 3, 4, 6, 10 and 16 tokens of each text, [7, 2, n] int64; without
-            meaning for lengths above `shared`.
+        bounds: the rows [first, stop) that end in the last 1, 2, 3, 4, 6, 10 and 16 tokens of each text, [7, 2, n]
+            int64; without meaning for lengths above `shared`.
         shared: tokens of the longest match with a document that is not deleted, [n] int64.
         following: the token after it, [n] int64; -1 = none.
     """
@@ -238,10 +242,16 @@ def votes_in_range(
     if not len(window):
         return np.empty(0, vote_dtype(tokens))
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
+    # Rows are sorted by their last tokens. So of all voters the nearest one above or below shares most tokens with a
+    # row.
     before, after = _nearest_of_other_documents(rows, voters, own)
     sides = np.stack([_common(window, before), _common(window, after)])
     length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
+    # Tokens shared by rows i and i + 1, [n - 1]; voters before row i, [n + 1]: rows [a, b) have the voters between two
+    # of these.
     common, voters_before = _common(window, rows[1:]), np.append(0, np.cumsum(voting))
+    # Documents and next tokens of the voters of the range, then of those of cut matches: a row's voters are a slice of
+    # both.
     poll = (
         np.concatenate([own[voters], *(match.own for match in cut)]),
         np.concatenate([following[voters], *(match.following for match in cut)]).astype(np.int32),
@@ -259,6 +269,8 @@ def votes_in_range(
         is_cut = high > len(voters)  # its voters are those of all orders
         bounds = np.array([low, high, *(np.where(is_cut, 0, rows) for other in others for rows in other.bounds[level])])
         matched = length >= LENGTHS[level]
+        # From the longest match to the shortest. A row whose shorter match has the voters of the longer one has its
+        # votes too, which are copied. So only rows with new voters are counted.
         same = matched & (bounds == longer).all(axis=0)
         numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
         new = np.flatnonzero(matched & ~same)
@@ -284,6 +296,8 @@ def _voters_of(
         voters_before: number of voters before each row, and of all, [n + 1].
         cut: as in `votes_in_range`; their voters are numbered after those of the range.
     """
+    # Rows that end in the same `length` tokens are consecutive: a group ends where adjacent rows share fewer. All rows
+    # of a group have the same voters, so bounds of groups are repeated for their rows.
     borders = np.flatnonzero(common < length) + 1
     edges = np.concatenate([[0], borders, [len(common) + 1]])
     sizes = np.diff(edges)
@@ -300,14 +314,17 @@ def _voters_of(
 def _drawn(
     bounds: np.ndarray, size: np.ndarray, poll: tuple[np.ndarray, np.ndarray], orders: Sequence[Prefixes]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw the voters of rows [r] from a range and from other orders: the arguments of `count_votes` from `low` to `following`.
+    """Draw the voters of rows [r] from a range and from other orders: the arguments of `count_votes` from `low` to
+    `following`.
 
     Args:
-        bounds: first and last + 1 of each row's voters among those of the range, then among the rows of each order, [2 + 2 · orders, r].
+        bounds: first and last + 1 of each row's voters among those of the range, then among the rows of each order,
+            [2 + 2 · orders, r].
         size: the number of voters in the range, [r].
         poll: documents of the voters of the range, and the tokens after them.
         orders: the other orders.
     """
+    # Adjacent rows with equal bounds are a group and share one draw: columns [r] become groups, in the same order.
     begins = np.append(True, (bounds[:, 1:] != bounds[:, :-1]).any(axis=0))
     low, sizes = bounds[::2, begins], bounds[1::2, begins] - bounds[::2, begins]  # [1 + orders, groups]
     total = sizes.sum(axis=0)
@@ -326,17 +343,19 @@ def _drawn(
             positions = order.take(rows)
             documents[here] = _voting_documents(order.texts, positions)
             following[here] = np.where(documents[here] < 0, -1, order.texts.following(positions))
-        place -= count[group]
-    number = np.cumsum(begins) - 1
+        place -= count[group]  # negative for voters that were read
+    number = np.cumsum(begins) - 1  # [r], the group of each row
     return edges[number], edges[number + 1], size + sizes[1:].sum(axis=0)[number], documents, following
 
 
 def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 = none."""
+    """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 =
+    none."""
     none = np.full(len(rows), -1)
     if not len(voters):
         return none, none
     document = own[voters]
+    # Copies inside of one document give long runs of its voters. The next voter of another document is beyond the run.
     begins = np.flatnonzero(np.append(True, document[1:] != document[:-1]))  # of runs of voters of one document
     ends = np.append(begins[1:], len(voters))
     run = np.repeat(np.arange(len(begins)), ends - begins)
@@ -384,10 +403,13 @@ def write_ranges(
 
 
 def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Source, position in the shard and votes of all wanted prefixes with heads in [first, stop): [n], [n] uint32, [n]."""
+    """Source, position in the shard and votes of all wanted prefixes with heads in [first, stop): [n], [n] uint32,
+    [n]."""
     rows = [(run, run.between(first, stop)) for run in prefixes.runs]
     pairs = [(run.texts, run.positions(own.start, own.stop)) for run, own in rows]
     read = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
+    # Sorted rows from here on. Sources and positions stay in the order in which they were read; `votes[order]` leads
+    # back.
     order = order_of_windows(read[:, 1:])
     following, window = read[order, 0].astype(np.int64) - 1, read[order, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
@@ -420,9 +442,12 @@ def _voters_before(order: Prefixes, first: int) -> int:
 
 
 def _cut_matches(orders: Sequence[Prefixes], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
-    """The matches of a few tokens that occur in a range [first, stop) of heads and outside of it: those of its first and last prefix."""
+    """The matches of a few tokens that occur in a range [first, stop) of heads and outside of it: those of its first
+    and last prefix."""
     ends = [0, len(window) - 1] if len(window) else []
     for length in (length for length in LENGTHS if length * window.itemsize < 8):
+        # A head has 8 bytes of tokens, the last token in the highest bits. All prefixes that end in the same `length`
+        # tokens have the heads from `low`, with zeros in the other bits, up to `high`.
         bits = 64 - 8 * window.itemsize * length
         for row, head in zip(ends, numbers(window[ends])[:, 0].tolist(), strict=True):
             low, high = head >> bits << bits, (head >> bits) + 1 << bits
@@ -444,9 +469,11 @@ def _cut_match(orders: Sequence[Prefixes], row: int, length: int, first: int, st
 
 
 def write_block(work: Path, ranges: Sequence[Path], shards: range) -> None:
-    """Collect the votes of consecutive shards from all ranges, in files as those of `write_ranges`, with the sources of these shards."""
+    """Collect the votes of consecutive shards from all ranges, in files as those of `write_ranges`, with the sources of
+    these shards."""
     sources = slice(len(SPLITS) * shards.start, len(SPLITS) * shards.stop + 1)
     offsets = np.array([open_array(folder / "offsets.npy")[sources] for folder in ranges])  # [ranges, sources + 1]
+    # Rows of each source in all ranges together, [sources], become the first row of each in the block.
     starts = np.append(0, np.cumsum(np.diff(offsets).sum(axis=0)))
     save_array(work / "offsets.npy", starts)
     for name in ("positions.npy", "votes.npy"):

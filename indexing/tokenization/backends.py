@@ -22,8 +22,8 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte
 class SentencePiece:
     """A SentencePiece model.
 
-    It writes ▁ for a blank, so a ▁ in the text is decoded as a blank. If the model has a token for each byte and adds no blank
-    before a text, ▁ is encoded as its three bytes instead, and decoded correctly.
+    It writes ▁ for a blank, so a ▁ in the text is decoded as a blank. If the model has a token for each byte and adds
+    no blank before a text, ▁ is encoded as its three bytes instead, and decoded correctly.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +126,8 @@ class HuggingFace:
     def _decode(self, ids: list[int]) -> str:
         """Decode ids that include byte tokens. Only invalid bytes become U+FFFD.
 
-        The decoder of `tokenizers` replaces all adjacent bytes if one of them is invalid or the last character is incomplete.
+        The decoder of `tokenizers` replaces all adjacent bytes if one of them is invalid or the last character is
+        incomplete.
         """
         tokens = [self.tokenizer.id_to_token(token) for token in ids if token not in self._special]
         text: str = self.tokenizer.decoder.decode(
@@ -151,7 +152,8 @@ class HuggingFace:
         return {token["content"]: token["id"] for token in self.content.get("added_tokens", ()) if token["special"]}
 
     def token_bytes(self) -> list[int]:
-        """Exact for byte-level BPE and for ▁ with byte tokens; otherwise the bytes that a token decodes to on its own."""
+        """Exact for byte-level BPE and for ▁ with byte tokens; otherwise the bytes that a token decodes to on its
+        own."""
         types = self._decoders
         added = {token["id"]: token for token in self.content.get("added_tokens", ())}
         vocabulary = self.vocabulary()

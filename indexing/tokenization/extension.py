@@ -2,8 +2,8 @@
 
     base tokenizer ─ learn on a sample ─► candidates ─ drop pieces that no text uses or that change other texts ─► write
 
-Old ids do not change. This includes the ids for padding, begin and end that installing the base added: they become tokens of the
-extended tokenizer, and new pieces start after them.
+Old ids do not change. This includes the ids for padding, begin and end that installing the base added: they become
+tokens of the extended tokenizer, and new pieces start after them.
 """
 
 import logging
@@ -56,7 +56,8 @@ def open_base(path: Path) -> ExtensibleTokenizer:
     """Open a tokenizer to extend.
 
     Args:
-        path: a SentencePiece model, a tokenizer.json, a folder with one of them, a datastore, or a datastore's tokenizer folder.
+        path: a SentencePiece model, a tokenizer.json, a folder with one of them, a datastore, or a datastore's
+            tokenizer folder.
 
     Raises:
         InputError: `path` is none of these, or this type of tokenizer cannot be extended.

@@ -2,12 +2,13 @@
 
     text ── base ──► ids ── one character per id ──► "words" ── BpeTrainer ──► merges of ids ──► merges of pieces
 
-A merge names the two tokens it joins and applies after all earlier merges. New merges come last. So the text is first encoded
-exactly as the base does, and then some adjacent tokens are joined: no old token begins or ends elsewhere. Added tokens
-("added_tokens") would not do. They are searched for in the text before anything else, and take letters from the words around
-them, so English would be encoded differently wherever one occurs.
+A merge names the two tokens it joins and applies after all earlier merges. New merges come last. So the text is first
+encoded exactly as the base does, and then some adjacent tokens are joined: no old token begins or ends elsewhere. Added
+tokens ("added_tokens") would not do. They are searched for in the text before anything else, and take letters from the
+words around them, so English would be encoded differently wherever one occurs.
 
-Vocabularies that spell rare characters in bytes (Llama's) cannot join byte tokens, so frequent characters are added first.
+Vocabularies that spell rare characters in bytes (Llama's) cannot join byte tokens, so frequent characters are added
+first.
 """
 
 import json
@@ -105,7 +106,8 @@ class HuggingFaceBase:
         return new + _merged(words, names, num_pieces + num_pieces // 4 - len(new))
 
     def _characters(self, sample: Sequence[str], limit: int) -> list[str]:
-        """Frequent characters without a token. ASCII characters are not added: line ends occur in texts of every language."""
+        """Frequent characters without a token. ASCII characters are not added: line ends occur in texts of every
+        language."""
         normalizer = _opened(self._content).normalizer
         counts = count_characters(sample if normalizer is None else map(normalizer.normalize_str, sample))
         eligible = Counter({key: count for key, count in counts.items() if not key.isascii()})
@@ -143,7 +145,8 @@ class HuggingFaceBase:
     def _extended(self, chosen: Sequence[MergedPiece], special: list[dict[str, Any]]) -> dict[str, Any]:
         """The content of tokenizer.json with new special tokens and pieces.
 
-        Added tokens go into the model's vocabulary too. Otherwise the library counts their ids from its end, which moves.
+        Added tokens go into the model's vocabulary too. Otherwise the library counts their ids from its end, which
+        moves.
         """
         model = self._content["model"]
         vocabulary = {**model["vocab"], **self._added, **{token["content"]: token["id"] for token in special}}
@@ -216,7 +219,8 @@ def _opened(content: dict[str, Any]) -> Any:
 
 
 def _words(learner: Any, sample: Sequence[str], fixed: np.ndarray) -> Iterator[str]:
-    """Each text of the sample with one character per token, and a blank between words and for tokens that cannot be merged.
+    """Each text of the sample with one character per token, and a blank between words and for tokens that cannot be
+    merged.
 
     `fixed` bool [ids] marks the tokens that cannot be merged.
     """
@@ -230,7 +234,8 @@ def _words(learner: Any, sample: Sequence[str], fixed: np.ndarray) -> Iterator[s
 
 
 def _merged(words: Sequence[str], names: Mapping[int, str], num_pieces: int) -> list[MergedPiece]:
-    """Learn up to `num_pieces` pieces by merging tokens in texts of `_words`; none is among `names`, the pieces by id."""
+    """Learn up to `num_pieces` pieces by merging tokens in texts of `_words`; none is among `names`, the pieces by
+    id."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 

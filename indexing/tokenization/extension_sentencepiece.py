@@ -1,11 +1,12 @@
 """New pieces for a SentencePiece model, found by sentencepiece's own trainer with the options of the base.
 
-BPE: the encoder joins the adjacent pieces whose union has the highest score. New pieces score below all old pieces. So old pieces
-are made first, as before, and new merges continue from there. Unigram: scores are log-probabilities of the corpus, clipped to the
-range of the base, because the ends of this range score unknown characters and declared pieces.
+BPE: the encoder joins the adjacent pieces whose union has the highest score. New pieces score below all old pieces. So
+old pieces are made first, as before, and new merges continue from there. Unigram: scores are log-probabilities of the
+corpus, clipped to the range of the base, because the ends of this range score unknown characters and declared pieces.
 
-Model files are read and extended with the protobuf classes that sentencepiece ships. Concatenated Protocol Buffers messages are
-one message, in which lists are joined and later values win. So an extended model begins with the bytes of its base.
+Model files are read and extended with the protobuf classes that sentencepiece ships. Concatenated Protocol Buffers
+messages are one message, in which lists are joined and later values win. So an extended model begins with the bytes of
+its base.
 """
 
 from collections import Counter

@@ -16,8 +16,8 @@ from indexing.tokenization.tokenizer import Tokenizer
 def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     """Copy the tokenizer at `settings.path` to `folder`.
 
-    Missing special tokens get new ids after the last one: padding always, begin and end of a document if the model has neither.
-    If it has one of these, it serves as both. See `_adds_bos` for models that put no token in front of a text.
+    Missing special tokens get new ids after the last one: padding always, begin and end of a document if the model has
+    neither. If it has one of these, it serves as both. See `_adds_bos` for models that put no token in front of a text.
 
     Raises:
         InputError: the model does not exist or cannot be read, or the package that reads it is not installed.
@@ -64,7 +64,8 @@ def _adds_bos(model: HuggingFace, bos: int | None, folder: Path) -> bool:
 
 
 def sentencepiece_file(folder: Path) -> Path | None:
-    """Return the SentencePiece model of a folder in Hugging Face's format or of a datastore's tokenizer; None without one."""
+    """Return the SentencePiece model of a folder in Hugging Face's format or of a datastore's tokenizer; None without
+    one."""
     return next((folder / name for name in SENTENCEPIECE_NAMES if (folder / name).is_file()), None)
 
 
@@ -102,7 +103,8 @@ def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
 
 
 def open_huggingface(folder: str) -> Tokenizer:
-    """Open a tokenizer in Hugging Face's format as `install_tokenizer` installs it in a datastore, which raises the errors."""
+    """Open a tokenizer in Hugging Face's format as `install_tokenizer` installs it in a datastore, which raises the
+    errors."""
     with tempfile.TemporaryDirectory() as installed:
         install_tokenizer(TokenizerSettings(kind="huggingface", path=folder), Path(installed))
         return Tokenizer.open(Path(installed))

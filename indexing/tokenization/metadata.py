@@ -1,7 +1,7 @@
 """The properties of a tokenizer, in the folder that a datastore and a model share.
 
-`read_meta` and `read_token_bytes` need only numpy, so that training can read a finished datastore's vocabulary without the
-tokenizer library.
+`read_meta` and `read_token_bytes` need only numpy, so that training can read a finished datastore's vocabulary without
+the tokenizer library.
 """
 
 import dataclasses
@@ -45,11 +45,11 @@ class TokenizerMeta:
         kind: as in the settings.
         vocab_size: ids are in [0, vocab_size).
         pad_id: fills the last chunk of a document. No text encodes to it, and it differs from bos_id and eos_id.
-        bos_id, eos_id: begin and end of a document; equal if the model has only one of them, or begins a document after the
-            end of the previous one.
+        bos_id, eos_id: begin and end of a document; equal if the model has only one of them, or begins a document after
+            the end of the previous one.
         lossless: whether decode(encode(text)) == text for each of our difficult samples.
-        added_bytes: UTF-8 bytes that encoding adds to every text: 1 if it puts a blank in front, as Llama 2's does. meta.json
-            has this key only if it is not 0.
+        added_bytes: UTF-8 bytes that encoding adds to every text: 1 if it puts a blank in front, as Llama 2's does.
+            meta.json has this key only if it is not 0.
     """
 
     kind: str

@@ -1,9 +1,10 @@
 """Cut a long text into pieces whose tokens, one after the other, are those of the whole text.
 
-Tokenizers need about fifty bytes of memory for each byte of a text. So a long text is tokenized piece by piece. A piece ends at a
-line or a blank. Not every such place is safe: a token may contain blanks, a tokenizer may put a blank in front of every text, or
-join a line end with the punctuation before it. So every cut is tested: the tokens of the text around it must be those of both of
-its sides alone. Where they are not, the next place is tried. A text without a safe place stays whole.
+Tokenizers need about fifty bytes of memory for each byte of a text. So a long text is tokenized piece by piece. A piece
+ends at a line or a blank. Not every such place is safe: a token may contain blanks, a tokenizer may put a blank in
+front of every text, or join a line end with the punctuation before it. So every cut is tested: the tokens of the text
+around it must be those of both of its sides alone. Where they are not, the next place is tried. A text without a safe
+place stays whole.
 """
 
 import re
@@ -40,7 +41,8 @@ def pieces(blocks: Iterable[str], encode: Encode, size: int) -> Iterator[str]:
 
 
 def _safe_cut(text: str, start: int, stop: int, encode: Encode) -> tuple[int, int] | None:
-    """The first safe cut at a blank in [start, stop), as the end of the left side and the beginning of the right one."""
+    """The first safe cut at a blank in [start, stop), as the end of the left side and the beginning of the right
+    one."""
     for tries, blanks in enumerate(_BLANKS.finditer(text, start, stop)):
         if tries == _TRIES:
             return None

@@ -17,7 +17,8 @@ class TokenizerSettings:
     kind: Literal["bpe", "unigram", "sentencepiece", "huggingface"] = "bpe"
     """`bpe` and `unigram` are trained on the corpus. `sentencepiece` and `huggingface` are copied from `path`."""
     path: str = ""
-    """An existing SentencePiece .model file, the tokenizer.json of a local Hugging Face tokenizer, or the folder of either."""
+    """An existing SentencePiece .model file, the tokenizer.json of a local Hugging Face tokenizer, or the folder of
+    either."""
     vocab_size: Annotated[int, Field(ge=_SMALLEST_VOCABULARY, le=2**31)] = 8192
     """Maximum of tokens in a trained tokenizer. A small corpus gives fewer."""
     sample_bytes: PositiveInt = 32 * 2**20

@@ -35,9 +35,9 @@ class Tokenizer:
     Attributes:
         meta: its properties; `vocab_size`, `pad_id`, `bos_id`, `eos_id` and `dtype` are also attributes here.
         num_model_tokens: ids of the model itself; `vocab_size` also counts special tokens that were added after them.
-        token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a lossless
-            tokenizer `token_bytes[encode(text)].sum()` is the size of the text. For others it is near that size plus
-            `meta.added_bytes`.
+        token_bytes: [vocab_size] uint16, UTF-8 bytes that each token adds to the text, 0 for special tokens. For a
+            lossless tokenizer `token_bytes[encode(text)].sum()` is the size of the text. For others it is near that
+            size plus `meta.added_bytes`.
         control_tokens: text and id of the model's tokens that no text encodes to, such as `<|im_end|>`.
     """
 
@@ -96,10 +96,11 @@ class Tokenizer:
         return np.concatenate([*self.encode_blocks(text[i : i + PIECE] for i in range(0, len(text), PIECE))])
 
     def encode_blocks(self, blocks: str | Iterable[str]) -> Iterator[np.ndarray]:
-        """Token ids of one long text that is given in blocks, in parts: together those of `encode`, in memory for a few pieces.
+        """Token ids of one long text that is given in blocks, in parts: together those of `encode`, in memory for a few
+        pieces.
 
-        With a SentencePiece model of the kind unigram they can differ from tokens of the whole text, which SentencePiece finds by
-        sums in float32 that grow with the text.
+        With a SentencePiece model of the kind unigram they can differ from tokens of the whole text, which
+        SentencePiece finds by sums in float32 that grow with the text.
         """
         cut = pieces(
             map(_without_surrogates, as_texts(blocks)), lambda texts: self._model.encode_batch(texts, 1), PIECE

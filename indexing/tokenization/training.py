@@ -2,7 +2,8 @@
 
     texts ─► sample of passages ─► rare characters become line ends ─► trainer ─► model
 
-It is lossless: it does not normalize, has a token for every byte, and has tokens for runs of blanks, tabs and line ends.
+It is lossless: it does not normalize, has a token for every byte, and has tokens for runs of blanks, tabs and line
+ends.
 """
 
 import io
@@ -79,8 +80,8 @@ def run_trainer(sentences: list[str], **options: Any) -> bytes:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        # The last sentence gives the blank a token even if the corpus has none (Chinese). Otherwise SentencePiece would write
-        # it as the three bytes of ▁. It also keeps the trainer from failing on an empty sample.
+        # The last sentence gives the blank a token even if the corpus has none (Chinese). Otherwise SentencePiece would
+        # write it as the three bytes of ▁. It also keeps the trainer from failing on an empty sample.
         sentence_iterator=iter([*sentences, " a"]),
         model_writer=model,
         hard_vocab_limit=False,
@@ -99,8 +100,8 @@ def run_trainer(sentences: list[str], **options: Any) -> bytes:
 class TextSample:
     """A uniform sample of passages of up to 1024 characters from a stream of texts, `sample_bytes` in all.
 
-    Every passage draws a random number, and the sample is the passages with the smallest ones. So one pass is enough, and memory
-    holds only the sample.
+    Every passage draws a random number, and the sample is the passages with the smallest ones. So one pass is enough,
+    and memory holds only the sample.
     """
 
     def __init__(self, sample_bytes: int, seed: int) -> None:
@@ -142,7 +143,8 @@ def count_characters(pieces: Iterable[str]) -> Counter[str]:
 def frequent_characters(counts: Counter[str], limit: int, covered: Container[str] = ()) -> list[str]:
     """Choose the characters that get a token, the most frequent first.
 
-    Together with the `covered` characters, which are not returned, they cover 99.95% of the text. They are at most `limit`.
+    Together with the `covered` characters, which are not returned, they cover 99.95% of the text. They are at most
+    `limit`.
     """
     target = _CHARACTER_COVERAGE * counts.total()
     total = sum(count for character, count in counts.items() if character in covered)
@@ -158,10 +160,11 @@ def frequent_characters(counts: Counter[str], limit: int, covered: Container[str
 
 
 def line_ends_for(counts: Counter[str], alphabet: Container[str]) -> dict[int, str]:
-    """A table for `str.translate`: counted characters that are not in the alphabet, and those no trainer accepts, become line ends.
+    """A table for `str.translate`: counted characters that are not in the alphabet, and those no trainer accepts,
+    become line ends.
 
-    SentencePiece fails if the vocabulary cannot hold all characters of the requested coverage, and accepts no coverage below
-    98%. So the characters are chosen here. A line end separates texts and is not learned.
+    SentencePiece fails if the vocabulary cannot hold all characters of the requested coverage, and accepts no coverage
+    below 98%. So the characters are chosen here. A line end separates texts and is not learned.
     """
     foreign = {ord(META_SYMBOL): "\n", ord(_RESERVED): "\n", **dict.fromkeys(range(0xD800, 0xE000), "\n")}
     return foreign | {ord(character): "\n" for character in counts if character not in alphabet}

@@ -3,8 +3,9 @@
     manifests ─► sizes and checksums of every file ─► the artifacts that manifests name are the existing ones
               ─► the datastore's manifest agrees with the shards
 
-Every problem names its file and its repair. Only intact artifacts are checked further, so that one cause gives one line. The
-values in the files are not looked at: checksums find every change after a file was written, and recipes every exchanged file.
+Every problem names its file and its repair. Only intact artifacts are checked further, so that one cause gives one
+line. The values in the files are not looked at: checksums find every change after a file was written, and recipes every
+exchanged file.
 """
 
 import contextlib
@@ -42,8 +43,8 @@ class DatastoreProblem:
     """A damaged part of a datastore.
 
     Attributes:
-        artifact: artifact to make again (`embeddings/00003`); `manifest.json` for the datastore's own manifest; empty for a
-            problem outside this datastore.
+        artifact: artifact to make again (`embeddings/00003`); `manifest.json` for the datastore's own manifest; empty
+            for a problem outside this datastore.
         message: the file, and the problem.
         file: the file with wrong bytes, if that is the problem.
         gone: True if there is nothing left to remove.
@@ -96,7 +97,8 @@ def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) 
     Args:
         folder: the datastore's folder.
         progress: `progress(name, total=…, unit=…)`: a context manager that gives a function to call with progress.
-        locked: True if the caller keeps builds from running. Otherwise temporary folders of a running build are no problem.
+        locked: True if the caller keeps builds from running. Otherwise temporary folders of a running build are no
+            problem.
 
     Raises:
         InputError: there is no datastore, its format has another version, or it is at a URL.
@@ -136,7 +138,8 @@ def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) 
 
 
 def repair(folder: Path, verified: Verified) -> list[str]:
-    """Remove every damaged artifact, the last one made first, so that `retro index CONFIG` makes it again; returns their names."""
+    """Remove every damaged artifact, the last one made first, so that `retro index CONFIG` makes it again; returns
+    their names."""
     names = [
         name for name in dict.fromkeys(problem.artifact for problem in verified.problems) if name not in (MANIFEST, "")
     ]
@@ -171,7 +174,8 @@ def _read_top(folder: Path, problems: list[DatastoreProblem]) -> dict[str, Any] 
 
 
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[DatastoreProblem]) -> Manifests:
-    """The manifest of every artifact by name. Damaged manifests, and those missing in a finished stage, are problems."""
+    """The manifest of every artifact by name. Damaged manifests, and those missing in a finished stage, are
+    problems."""
     existing = [path.parent for depth in ("*", "*/*", "dedup/*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
     names = {path.relative_to(folder).as_posix() for path in existing if not path.name.startswith(".")}
     manifests: dict[str, dict[str, Any]] = {}
@@ -191,7 +195,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     return manifests
 
 
-def _check_paths(folder: Path, paths: Any) -> None:
+def _check_paths(folder: Path, paths: object) -> None:
     """Raise InputError if the manifest of a folder names something that cannot be an artifact of the datastore."""
     try:
         list(parts_of(paths))
@@ -248,7 +252,8 @@ def _left_by_killed_builds(folder: Path) -> Iterator[DatastoreProblem]:
 def _made_from_broken(
     folder: Path, manifests: Manifests, problems: Sequence[DatastoreProblem]
 ) -> Iterator[DatastoreProblem]:
-    """Find artifacts that were made after an input was changed. They are made from wrong bytes, even if they look intact.
+    """Find artifacts that were made after an input was changed. They are made from wrong bytes, even if they look
+    intact.
 
     A manifest is written last. So a file that is younger than its manifest was changed afterwards.
     """

@@ -13,7 +13,7 @@ from indexing.store.paths import fingerprint_at, names_at, parts_of
 Manifests = Mapping[str, dict[str, Any]]
 
 
-def needed(paths: Any, manifests: Manifests) -> set[str]:
+def needed(paths: object, manifests: Manifests) -> set[str]:
     """The artifacts at `paths`, and all that these are made from, existing ones or not."""
     names, todo, seen = set[str](), [*parts_of(paths)], set[str]()
     while todo:
@@ -41,7 +41,7 @@ def _kind(path: str) -> str:
     return folder if name[:1].isdigit() else path
 
 
-def fingerprint_of(paths: Any, manifests: Manifests) -> str | None:
+def fingerprint_of(paths: object, manifests: Manifests) -> str | None:
     """The fingerprint of the artifacts at `paths`; None if one is unknown."""
     return fingerprint_at(paths, lambda name: manifests[name]["fingerprint"] if name in manifests else None)
 

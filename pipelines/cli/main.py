@@ -39,8 +39,8 @@ class Verb:
         module: module of `pipelines.cli` that holds `run` and `settings`.
         run: function that receives the positional arguments and the settings, and returns the exit status.
         settings: type of the settings.
-        positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]` is
-            optional. A single name that ends in `…` takes one or more arguments as a list.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]`
+            is optional. A single name that ends in `…` takes one or more arguments as a list.
         resumes: the same command continues the work of one that was stopped.
     """
 
@@ -51,7 +51,7 @@ class Verb:
     positional: tuple[str, ...] = ()
     resumes: bool = False
 
-    def load(self) -> tuple[Callable[..., int], type[Any]]:
+    def load(self) -> tuple[Callable[..., int], type[object]]:
         """Import the function and the type of its settings."""
         module = importlib.import_module(f"pipelines.cli.{self.module}")
         return getattr(module, self.run), getattr(module, self.settings)
@@ -205,7 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        the exit status: 0 = done, 1 = `retro verify` or `retro doctor` found an error, 2 = a user's mistake (printed as one
+        the exit status: 0 = done, 1 = `retro verify` or `retro doctor` found an error, 2 = a user's mistake (printed as
+            one
         message), 130 = interrupted, 143 = training saved a checkpoint and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -248,8 +249,9 @@ def run_verb(arguments: Sequence[str]) -> int:
     """
     name, rest = find_verb(arguments)
     if name not in ("train", "finetune"):
-        # Faiss and torch read this when they are loaded, and each has its own pool of threads. Without it, waiting threads spin and
-        # take cores from the other pool (docs/results/speed.md). Training uses one pool, and its operations are short.
+        # Faiss and torch read this when they are loaded, and each has its own pool of threads. Without it, waiting
+        # threads spin and take cores from the other pool (docs/results/speed.md). Training uses one pool, and its
+        # operations are short.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in VERBS:  # `retro eval --help`
         echo(verb_list({f"Verbs of retro {name}": words_after(name)}))
@@ -280,7 +282,7 @@ def run_verb(arguments: Sequence[str]) -> int:
         return run(*values, loaded)
 
 
-def _named_while_running(name: str) -> contextlib.AbstractContextManager[Any]:
+def _named_while_running(name: str) -> contextlib.AbstractContextManager[object]:
     """Context that logs what a verb does after ten silent seconds; only in the first process of torchrun or Slurm."""
     is_silent = name in _ENDLESS or int(os.environ.get("RANK", "0")) > 0
     return contextlib.nullcontext() if is_silent else running(name)

@@ -34,7 +34,7 @@ class Table:
         return [sum(bool(re.match(r"[-+−]?\.?\d", cell)) for cell in cells) * 2 > len(cells) for cells in columns]
 
 
-def print_result(result: Any, text: str, form: Format) -> None:
+def print_result(result: object, text: str, form: Format) -> None:
     """Print a result on standard output: `text`, or `result` as JSON."""
     echo(json.dumps(result, ensure_ascii=False, indent=1) if form == "json" else text)
 

@@ -39,7 +39,8 @@ def connect(address: str) -> None:
 
 
 def _check_uv() -> None:
-    """Refuse a relative path of `uv`, with whose command Ray starts its workers: they wait in silence until Ray's time limit.
+    """Refuse a relative path of `uv`, with whose command Ray starts its workers: they wait in silence until Ray's time
+    limit.
 
     Raises:
         InputError: this process was started by `PATH/uv run`, and workers are in other folders.

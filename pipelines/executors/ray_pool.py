@@ -28,8 +28,8 @@ _STRAGGLER = 3.0  # times the median time of the finished tasks of a stage
 class RayExecutor:
     """Runs all stages of a build by one pool of actors, which ends with this object.
 
-    A worker receives a shard only after its process is up, so no shard waits for a lost machine. When a worker dies, its
-    task returns to the queue and a new worker starts as soon as there is room.
+    A worker receives a shard only after its process is up, so no shard waits for a lost machine. When a worker dies,
+    its task returns to the queue and a new worker starts as soon as there is room.
     """
 
     def __init__(self, settings: ExecutorSettings) -> None:
@@ -55,8 +55,8 @@ class RayExecutor:
 class _Pool:
     """The workers of a build. They keep what they have imported: a process takes seconds to start.
 
-    Stages that reserve the same share workers. A stage that reserves something else ends the workers of the others first, so that
-    its own fit into the cluster.
+    Stages that reserve the same share workers. A stage that reserves something else ends the workers of the others
+    first, so that its own fit into the cluster.
 
     Attributes:
         idle: workers without a task, and since when. Their processes may still start, or may have died.
@@ -322,7 +322,7 @@ class _Worker:
     def ready(self) -> None:
         """Return as soon as the process is up."""
 
-    def run(self, stage: int, index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, stage: int, index: int, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
         if stage != self.stage:
             forget_stage()
             self.stage = stage

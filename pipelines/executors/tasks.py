@@ -1,7 +1,7 @@
 """Tasks of a stage, and the executor that runs them in this process.
 
-A task is an idempotent function call that writes its own artifact, or returns a small result, never arrays. The bytes on disk do
-not depend on the executor.
+A task is an idempotent function call that writes its own artifact, or returns a small result, never arrays. The bytes
+on disk do not depend on the executor.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Task:
     """
 
     name: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     size: int
 
 
@@ -93,6 +93,7 @@ def use_threads(num_threads: int) -> None:
 
 
 def log_failure(name: str, error: BaseException | None) -> None:
-    """Log which task failed and why, in one line. Errors that name a file are left to the command line, which prints them."""
+    """Log which task failed and why, in one line. Errors that name a file are left to the command line, which prints
+    them."""
     if not isinstance(error, (InputError, OSError)):
         log.error("%s failed: %s: %s", name, type(error).__name__, " ".join(str(error).split()))

@@ -2,21 +2,24 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from indexing.progress import Advance
 from pipelines.config import Config
 from pipelines.terminal.progress import progress
 
+if TYPE_CHECKING:
+    from retro.training.trainer import Outcome
+
 
 class Learning(Protocol):
     """Training or fine-tuning in one process. A function of a module, so that Ray can send it to workers."""
 
-    def __call__(self, config: Config, advance: Advance = ...) -> Any:
+    def __call__(self, config: Config, advance: Advance = ...) -> "Outcome":
         """Train until the run is complete; call `advance` with the number of trained tokens."""
 
 
-def run_training(config: Config, name: str, learning: Learning | None = None) -> Any:
+def run_training(config: Config, name: str, learning: Learning | None = None) -> "Outcome":
     """Train with a progress bar, by `learning` or `train_quietly`."""
     with training_progress(config, name) as advance:
         return (learning or train_quietly)(config, advance)
@@ -29,14 +32,14 @@ def training_progress(config: Config, name: str) -> contextlib.AbstractContextMa
     return progress(name, total=total, unit="tokens")
 
 
-def train_quietly(config: Config, advance: Advance = lambda _: None) -> Any:
+def train_quietly(config: Config, advance: Advance = lambda _: None) -> "Outcome":
     """Train; see `retro.training.trainer.train`."""
     from retro.training import trainer
 
     return trainer.train(config.run, config.run_settings, advance=advance)
 
 
-def finetune_quietly(config: Config, advance: Advance = lambda _: None) -> Any:
+def finetune_quietly(config: Config, advance: Advance = lambda _: None) -> "Outcome":
     """Fine-tune; see `retro.finetuning.trainer.finetune`."""
     from retro.finetuning import trainer as finetune
 

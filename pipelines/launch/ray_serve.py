@@ -5,8 +5,8 @@
                                                              └─► …
     an answer names parts that do not answer in time (`partial`, `missing`); they receive no queries for a while
 
-A part reranks its candidates by exact distances, so it reads the embeddings of its own shards, and only ids and distances
-cross the network.
+A part reranks its candidates by exact distances, so it reads the embeddings of its own shards, and only ids and
+distances cross the network.
 """
 
 import logging

@@ -5,8 +5,8 @@
       │            └────── restart of all workers ─────┤ one dies
       └─────────── relay: lines, tokens, a mistake ────┘
 
-Workers read and write the same files as the processes of torchrun, so a run may continue with either. The driver logs the lines
-of rank 0.
+Workers read and write the same files as the processes of torchrun, so a run may continue with either. The driver logs
+the lines of rank 0.
 """
 
 import contextlib
@@ -147,8 +147,8 @@ class _Relay:
         return next(iter(self.problems), "")
 
     def news(self) -> tuple[list[tuple[int, str]], int, int, float]:
-        """Lines since the last call, the number of trained tokens, how many of them were trained before, and the seconds of
-        evaluations since the last call."""
+        """Lines since the last call, the number of trained tokens, how many of them were trained before, and the
+        seconds of evaluations since the last call."""
         lines, self.lines = self.lines, []
         aside, self.aside = self.aside, 0.0
         return lines, self.tokens, self.tokens_before or 0, aside
@@ -200,8 +200,8 @@ class _Lines(logging.Handler):
 def _work(arguments: dict[str, Any]) -> None:
     """Train in a worker.
 
-    After a user's mistake nothing is retried. If all workers report it, they return. If only some do, the others wait for them,
-    and only Ray can end them: it restarts all workers, which then return at once.
+    After a user's mistake nothing is retried. If all workers report it, they return. If only some do, the others wait
+    for them, and only Ray can end them: it restarts all workers, which then return at once.
     """
     import ray
 

@@ -1,7 +1,7 @@
 """Check that a configuration names the settings with which its datastore was built.
 
-A training run reads a finished datastore, so the settings of its sections have no effect. One that says something else would be
-ignored in silence.
+A training run reads a finished datastore, so the settings of its sections have no effect. One that says something else
+would be ignored in silence.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ _ARTIFACTS = (
 def check_agreement(config: Config) -> None:
     """Reject settings of a run other than those that its datastore was built with, as `retro index` does.
 
-    Only the keys that a file or the command line set are compared (`config.given`); others have no effect on a finished datastore.
+    Only the keys that a file or the command line set are compared (`config.given`); others have no effect on a finished
+    datastore.
 
     Raises:
         InputError: a setting differs; the message names it and the stage to rebuild.

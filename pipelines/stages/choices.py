@@ -19,7 +19,8 @@ from pipelines.config import Config
 log = logging.getLogger("retro")
 
 _MOST_VISITED = 1 / 4
-"""Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/speed.md)."""
+"""Fraction of the lists from which on visiting them takes longer than comparing all embeddings
+(docs/results/speed.md)."""
 
 _LEAST_LENGTH = 8
 """Tokens of a chunk with enough n-grams to find neighbors (docs/results/which-neighbors.md)."""
@@ -71,7 +72,8 @@ def _without_ngrams(config: Config) -> str:
 
 
 def by_embeddings(num_vectors: int, dimension: int, visited: float) -> Method:
-    """The faster search of embeddings [num_vectors, dimension] by an index that reaches the recall target in this fraction of its lists."""
+    """The faster search of embeddings [num_vectors, dimension] by an index that reaches the recall target in this
+    fraction of its lists."""
     if 2 * num_vectors * dimension > MEMORY:
         return "index"
     return "index" if visited <= _MOST_VISITED else "exact"

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from indexing.corpus import chunks
+from indexing.corpus.documents import CorpusSettings
+from indexing.corpus.scan import FileSlice
 from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe
 from indexing.store.datastore import shard_name
@@ -52,7 +54,14 @@ def run_chunk(config: Config, executor: Executor) -> Artifacts:
 
 
 def chunk_task(
-    work: Path, slices: Any, reading: Any, settings: Any, tokenizer: Path, removed: Path | None, *, advance: Advance
+    work: Path,
+    slices: list[FileSlice],
+    reading: CorpusSettings,
+    settings: chunks.ChunkSettings,
+    tokenizer: Path,
+    removed: Path | None,
+    *,
+    advance: Advance,
 ) -> dict[str, Any]:
     """Make one shard of chunks, without the documents that `removed` lists. The scan has already reported problems."""
     left_out = open_array(removed) if removed else None

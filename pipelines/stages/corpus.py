@@ -62,8 +62,8 @@ _DELETED = "deleted documents"  # in recipes: the fingerprint of the ids that a 
 
 
 def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
-    """Make `corpus/` unless it is finished; returns the slices of every shard. Without `corpus.paths`, every generation of a
-    datastore stays as it was recorded.
+    """Make `corpus/` unless it is finished; returns the slices of every shard. Without `corpus.paths`, every generation
+    of a datastore stays as it was recorded.
 
     Raises:
         InputError: the files or settings differ from those of the finished corpus, or there is no text.
@@ -90,14 +90,14 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
 
 
 def files_to_append(config: Config, executor: Executor) -> tuple[list[tuple[CorpusFile, FileScan]], Skipped]:
-    """Find the files of `corpus.paths` that the datastore does not have, and scan them; returns also what those paths skip. Nothing is
-    written.
+    """Find the files of `corpus.paths` that the datastore does not have, and scan them; returns also what those paths
+    skip. Nothing is written.
 
     A file is known by its path, or, if its path is no longer given, by its name and content: the corpus may have moved.
 
     Raises:
-        InputError: there is no intact datastore to append to, or a file is invalid, has changed since it was indexed, or is a copy
-            of one that the datastore has.
+        InputError: there is no intact datastore to append to, or a file is invalid, has changed since it was indexed,
+            or is a copy of one that the datastore has.
     """
     listing = list_corpus(config.corpus)
     files = listing.files
@@ -288,8 +288,8 @@ def _write_corpus(
 
 
 def _report_problems(folder: Path, skipped_now: Skipped) -> None:
-    """Log the skipped files, the problems in the others with file and line of the first of each kind, and the number of deleted
-    documents."""
+    """Log the skipped files, the problems in the others with file and line of the first of each kind, and the number of
+    deleted documents."""
     problems = stored_json(folder / "problems.json", Problems)
     if skipped := problems.get("skipped", skipped_now):  # older datastores do not record it
         number = f"{sum(sum(counts.values()) for counts in skipped.values()):,}"

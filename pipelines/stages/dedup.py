@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus.scan import list_corpus
+from indexing.corpus.documents import CorpusSettings
+from indexing.corpus.scan import FileSlice, list_corpus
 from indexing.dedup import near_duplicates as dedup
 from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, damage, read_manifest, remove
@@ -97,7 +98,12 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
 
 
 def _run_shards(
-    config: Config, executor: Executor, recipe: Recipe, folder: str, function: Callable[..., Any], *arguments: Any
+    config: Config,
+    executor: Executor,
+    recipe: Recipe,
+    folder: str,
+    function: Callable[..., dict[str, Any]],
+    *arguments: object,
 ) -> list[Path]:
     """Make an artifact of every shard of the corpus, then of the evaluation files, in a folder; returns all of them."""
     sources = {"": "corpus"} | ({"evaluation-": _EVALUATION} if config.dedup.paths else {})
@@ -123,7 +129,14 @@ def _run_shards(
 
 
 def sign_task(
-    work: Path, name: str, slices: Any, reading: Any, settings: Any, tokenizer: Path, *, advance: Advance
+    work: Path,
+    name: str,
+    slices: list[FileSlice],
+    reading: CorpusSettings,
+    settings: dedup.DedupSettings,
+    tokenizer: Path,
+    *,
+    advance: Advance,
 ) -> dict[str, Any]:
     """Make the signatures of one shard."""
     is_evaluation = name.startswith("evaluation-")
@@ -133,7 +146,8 @@ def sign_task(
 def candidate_task(
     work: Path, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
 ) -> dict[str, Any]:
-    """Compare the bands of all shards: meetings.npy from `find_candidates`, and SHARD.npy, positions of the candidates."""
+    """Compare the bands of all shards: meetings.npy from `find_candidates`, and SHARD.npy, positions of the
+    candidates."""
     signatures = dedup.Signatures.open(folders)
     meetings = dedup.find_candidates(signatures, settings, advance=advance)
     save_array(work / "meetings.npy", meetings)
@@ -149,9 +163,9 @@ def candidate_task(
 def gram_task(
     work: Path,
     name: str,
-    slices: Any,
-    reading: Any,
-    settings: Any,
+    slices: list[FileSlice],
+    reading: CorpusSettings,
+    settings: dedup.DedupSettings,
     tokenizer: Path,
     candidates: Path,
     *,

@@ -103,7 +103,7 @@ def _open_embedder(folder: Path, _: str, settings: EmbedderSettings) -> Embedder
 
 
 def embed_task(
-    work: Path, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
+    work: Path, folder: Path, embedder_print: str, source: Path, settings: EmbedderSettings, *, advance: Advance
 ) -> dict[str, Any]:
     """Make one shard of embeddings for all splits."""
     embedder, counts = _open_embedder(folder, embedder_print, settings), {}

@@ -1,8 +1,8 @@
 """The generations of a datastore: the files and shards of its corpus, and of what was appended to it.
 
-A datastore grows by generations. `corpus/` is the first, and every `--append` adds one to `appended/`, with new shards after the
-existing ones. Tokenizer, embedder, trained index and `nprobe` of the first generation stay. Documents that were deleted before a
-generation is made are left out of it.
+A datastore grows by generations. `corpus/` is the first, and every `--append` adds one to `appended/`, with new shards
+after the existing ones. Tokenizer, embedder, trained index and `nprobe` of the first generation stay. Documents that
+were deleted before a generation is made are left out of it.
 
 corpus/  appended/00001/     files.json (names, sizes, checksums)   plan.json (slices of every shard)   problems.json
 """
@@ -124,7 +124,8 @@ def next_generation(datastore: Path) -> Path:
 
 
 def missing_generation(datastore: Path) -> Path | None:
-    """The first generation that is not there, or that is damaged, if there is a later one or the manifest counts its shards."""
+    """The first generation that is not there, or that is damaged, if there is a later one or the manifest counts its
+    shards."""
     first, folders = next_generation(datastore), intact_folders(datastore)
     try:
         listed = len(read_datastore_manifest(datastore)["splits"]["train"]["chunks"])
@@ -159,8 +160,8 @@ def by_generation(
 ) -> tuple[list[tuple[Path, list[CorpusFile]]], list[CorpusFile]]:
     """Assign files to the finished generations; returns each generation with its files, and the files that are in none.
 
-    A file is identified by its path, and keeps its recorded name. If the corpus has moved, a file with a new path is identified
-    with a file of the same name and size whose path is no longer given.
+    A file is identified by its path, and keeps its recorded name. If the corpus has moved, a file with a new path is
+    identified with a file of the same name and size whose path is no longer given.
     """
     folders = intact_folders(datastore)
     stored = [(folder, file) for folder in folders for file in stored_files(folder)]

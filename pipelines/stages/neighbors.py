@@ -1,4 +1,5 @@
-"""The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits. And `materialize`: their tokens."""
+"""The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits. And `materialize`: their
+tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from indexing.neighbors.build import neighbor_shard
 from indexing.neighbors.index_search import open_index
 from indexing.neighbors.materialize import materialize_shard
 from indexing.neighbors.search import NeighborSearch, OpenIndex
-from indexing.neighbors.settings import Method
+from indexing.neighbors.settings import Method, NeighborSettings
 from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
@@ -181,7 +182,8 @@ def _num_searched(config: Config, own: list[SearchedShards], others: list[Search
 
 
 def _set_aside(out: Path, recipes: list[Recipe]) -> int:
-    """Set the neighbors from the first generations aside; returns the number of these generations, 0 if none are usable."""
+    """Set the neighbors from the first generations aside; returns the number of these generations, 0 if none are
+    usable."""
     if made_by(out, recipes[:-1]):
         remove(_before(out))
         remove(out.parent.with_name("materialized") / out.name)  # made from these neighbors, so made again
@@ -203,7 +205,7 @@ def neighbor_task(
     work: Path,
     folder: Path,
     shard: int,
-    settings: Any,
+    settings: NeighborSettings,
     searched: tuple[SearchedShards, ...],
     method: Method,
     before: Path | None,
@@ -234,7 +236,7 @@ def neighbor_task(
     return counts
 
 
-# --- materialize -------------------------------------------------------------------------------------------------------
+# --- materialize ------------------------------------------------------------------------------------------------------
 
 
 def run_materialize(config: Config, executor: Executor) -> Artifacts:

@@ -40,7 +40,7 @@ class Shard:
 
     path: str
     recipe: Recipe
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     size: int
 
 
@@ -61,7 +61,8 @@ def run_shards(
         folder: the datastore.
         stage: the section of `[executor]` with the resources of a worker.
         unit: unit of the progress bar.
-        function: `function(work, *arguments, advance=…)` fills the folder `work` and returns the counts for the manifest.
+        function: `function(work, *arguments, advance=…)` fills the folder `work` and returns the counts for the
+            manifest.
         shards: finished and unfinished ones.
         executor: where the function runs.
         name: name of the progress bar, if it is not the stage's.
@@ -83,7 +84,7 @@ def run_shards(
 
 
 def _make_once(
-    function: Callable[..., dict[str, Any] | None], out: Path, recipe: Recipe, *arguments: Any, advance: Advance
+    function: Callable[..., dict[str, Any] | None], out: Path, recipe: Recipe, *arguments: object, advance: Advance
 ) -> None:
     """Make a shard unless it is finished: a worker may have died after the last rename and before reporting it."""
     drop_if_changed(out)
@@ -103,7 +104,7 @@ def _require_seen(made: Sequence[Path]) -> None:
         )
 
 
-def finished(folder: Path, paths: Any) -> Artifacts:
+def finished(folder: Path, paths: object) -> Artifacts:
     """The finished artifacts at these paths of a datastore."""
     return Artifacts(fingerprint_at(paths, lambda path: read_manifest(folder / path)["fingerprint"]), paths)
 

@@ -263,7 +263,8 @@ def copied_part_task(
 
 
 def remove_other_orders(datastore: Path) -> None:
-    """Remove orders that the datastore's manifest does not name: those of an older version, and those that were merged into others."""
+    """Remove orders that the datastore's manifest does not name: those of an older version, and those that were merged
+    into others."""
     named = {name for name, _ in recorded_parts(Datastore.open(datastore))}
     for path in (datastore / SUFFIXES).glob("[0-9]*"):
         if path.relative_to(datastore).as_posix() not in named:
@@ -341,7 +342,7 @@ class _Voters:
         chunks = finished(self.datastore.folder, path_of("chunks", range(self.stops[-1])))
         return deletions_of(self.datastore), chunks
 
-    def recipe(self, **settings: Any) -> Recipe:
+    def recipe(self, **settings: object) -> Recipe:
         """The recipe of something that is made from these documents."""
         deleted, chunks = self._inputs
         made_from = {"deleted": deleted, "orders": self.stops, "searched": self.searched}
@@ -349,7 +350,8 @@ class _Voters:
 
 
 def _kept(datastore: Datastore) -> dict[int, _Voters]:
-    """The shards that have votes, and the documents that voted: all of their generation and of those before it at least."""
+    """The shards that have votes, and the documents that voted: all of their generation and of those before it at
+    least."""
     kept, known = dict[int, _Voters](), dict[tuple[tuple[int, ...], int], _Voters]()
     for shard in all_shards(datastore.folder):
         out = datastore.folder / path_of(VOTES, shard)
@@ -366,8 +368,8 @@ def _kept(datastore: Datastore) -> dict[int, _Voters]:
 
 
 def _voters(datastore: Datastore, kept: dict[int, _Voters]) -> _Voters:
-    """The documents that vote for the other shards: all. Shards that all documents voted for are among these, so that a build that was
-    killed continues with the same ranges."""
+    """The documents that vote for the other shards: all. Shards that all documents voted for are among these, so that a
+    build that was killed continues with the same ranges."""
     stops = tuple(shards.stop for shards, _ in stored_orders(datastore.train))
     shards = [
         shard for shard in all_shards(datastore.folder) if shard not in kept or kept[shard].stops[-1] == stops[-1]
@@ -386,7 +388,8 @@ def _tell_kept(chunks: int) -> None:
 
 
 def _remove_others(folder: Path, shards: list[Shard]) -> None:
-    """Remove what is of other text or of an older version, and damaged, instead of refusing it: all it is made from exists."""
+    """Remove what is of other text or of an older version, and damaged, instead of refusing it: all it is made from
+    exists."""
     for out, recipe in ((folder / shard.path, shard.recipe) for shard in shards):
         if (out / MANIFEST).exists() and not made_by(out, [recipe]):
             remove(out)

@@ -2,8 +2,8 @@
 
     chunk → embed → train-index → add → sparse (→ ngrams) → neighbors (→ materialize, merge) → suffixes → votes
 
-Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
-plain function of `indexing/` for the rest. The executor decides where the tasks run.
+Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts,
+and runs a plain function of `indexing/` for the rest. The executor decides where the tasks run.
 """
 
 import contextlib
@@ -107,12 +107,13 @@ def build(
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
         rebuild: first remove the artifacts of this stage and of all that depend on it. Deleted documents stay deleted.
-        append: first add the files of the corpus that the datastore does not have, as new shards. Other files need not be named.
+        append: first add the files of the corpus that the datastore does not have, as new shards. Other files need not
+            be named.
         view: shows the stages; afterwards it holds their results and times.
 
     Raises:
-        InputError: a finished artifact was made with other settings, an earlier stage is missing, the input is invalid, or another
-            process is building the same datastore.
+        InputError: a finished artifact was made with other settings, an earlier stage is missing, the input is invalid,
+            or another process is building the same datastore.
     """
     if rebuild and append:
         raise InputError("--rebuild removes what --append adds to: run one after the other.")
@@ -198,7 +199,8 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def _remove_from(folder: Path, first: str) -> None:
-    """Remove the artifacts of a stage and of all that depend on it: from the manifest, then from the disk, the last stage first."""
+    """Remove the artifacts of a stage and of all that depend on it: from the manifest, then from the disk, the last
+    stage first."""
     affected, whole = _depending_on(first), first == next(iter(STAGES))
     manifest = _manifest_so_far(folder)
     if whole and read_deletions(folder).documents:
@@ -245,7 +247,8 @@ def _without(manifest: dict[str, Any], stages: list[str]) -> dict[str, Any]:
 
 
 def _write_manifest(config: Config, name: str, made: Artifacts) -> None:
-    """Record that a stage is finished. Stages that depend on it stay recorded only if its fingerprint has not changed."""
+    """Record that a stage is finished. Stages that depend on it stay recorded only if its fingerprint has not
+    changed."""
     folder = config.datastore
     old = _manifest_so_far(folder)
     if old:

@@ -44,7 +44,8 @@ def sparse_task(work: Path, train: Split, rows: tuple[int, int], *, advance: Adv
 
 
 def run_ngrams(config: Config, executor: Executor) -> Artifacts:
-    """Chunks → the n-grams of all chunks of a generation, each shard a range of their hashes: runs of every shard, then merged."""
+    """Chunks → the n-grams of all chunks of a generation, each shard a range of their hashes: runs of every shard, then
+    merged."""
     folder, made = config.datastore, list[str]()
     train = Datastore.open(folder).train
     for numbers in generations(folder):

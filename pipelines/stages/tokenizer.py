@@ -1,4 +1,5 @@
-"""The second step of the `chunk` stage: the tokenizer, trained on a sample of the corpus, or copied from `tokenizer.path`."""
+"""The second step of the `chunk` stage: the tokenizer, trained on a sample of the corpus, or copied from
+`tokenizer.path`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,8 @@ def make_tokenizer(config: Config) -> None:
 
 
 def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
-    """The text of every training document, in order, large ones in blocks. The tokenizer does not see held-out documents either."""
+    """The text of every training document, in order, large ones in blocks. The tokenizer does not see held-out
+    documents either."""
     empty = True
     for shard in plan_of(config.datastore / "corpus"):
         for file_slice in shard:

@@ -27,7 +27,8 @@ class Handler(logging.Handler):
 
 
 def setup_logging() -> None:
-    """Print the project's log messages and the warnings of libraries on standard error; the command line calls this once."""
+    """Print the project's log messages and the warnings of libraries on standard error; the command line calls this
+    once."""
     project = logging.getLogger("retro")
     project.handlers[:] = [Handler()]
     logging.lastResort = Handler(logging.WARNING)  # for loggers without a handler

@@ -13,7 +13,8 @@ from pipelines.terminal.silence import silence
 
 
 def echo(text: object = "", file: TextIO | None = None) -> None:
-    """Print text, `printable`, on standard output or to a file. The project prints through this function and `echo_shaded`."""
+    """Print text, `printable`, on standard output or to a file. The project prints through this function and
+    `echo_shaded`."""
     file = file or sys.stdout
     with exit_if_closed(file):
         print(printable(str(text)), file=file)
@@ -48,7 +49,8 @@ def echo_shaded(pieces: Iterable[tuple[str, int]], file: TextIO | None = None, e
 
 @contextlib.contextmanager
 def exit_if_closed(file: TextIO) -> Iterator[None]:
-    """Flush a file after the block. If its reader has closed the pipe (`| head`), exit with the status of SIGPIPE, silently."""
+    """Flush a file after the block. If its reader has closed the pipe (`| head`), exit with the status of SIGPIPE,
+    silently."""
     silence.restart()
     try:
         try:

@@ -3,9 +3,9 @@
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
 
-On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both leave out the time
-before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind the bar, or in the next
-line. Inside a stage of a `stages.StagesView` it is a step of the stage.
+On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both leave
+out the time before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind
+the bar, or in the next line. Inside a stage of a `stages.StagesView` it is a step of the stage.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -83,7 +83,7 @@ def finished(units: int, unit: str, seconds: float, aside: float = 0.0) -> str:
     return f"{human_count(units, unit, named=True)} in {human_seconds(seconds)} ({rate}/s){others}"
 
 
-def running(name: str) -> contextlib.AbstractContextManager[Any]:
+def running(name: str) -> contextlib.AbstractContextManager[object]:
     """Log what a verb does after ten seconds of silence, also where no `progress` runs."""
     return _work(name, None, "")
 
@@ -132,7 +132,8 @@ def display() -> Iterator[Progress | None]:
 
 
 class _Running(ProgressColumn):
-    """A column that is empty in the rows of waiting and finished stages, and with `done=False` in those whose units are all done."""
+    """A column that is empty in the rows of waiting and finished stages, and with `done=False` in those whose units are
+    all done."""
 
     def __init__(self, column: ProgressColumn, *, done: bool = True) -> None:
         self.column, self.done = column, done

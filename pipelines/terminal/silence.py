@@ -30,8 +30,8 @@ class Work:
         row: updates its row of the display; None without a terminal.
         done, before: units finished by this process, and by an earlier one.
         aside: seconds of other work between units.
-        first: time and number of the first units, and seconds of other work before them. Until then work can compile, start
-            processes and fill caches, so a rate for the time left begins there; None = nothing is done yet.
+        first: time and number of the first units, and seconds of other work before them. Until then work can compile,
+            start processes and fill caches, so a rate for the time left begins there; None = nothing is done yet.
         note: newest message of the level `STATUS`.
         noted: seconds after `started` at which the note was set.
     """
@@ -68,9 +68,11 @@ class Work:
             self.row(detail=note)
 
     def line(self, seconds: float) -> str:
-        """`embed: 45%, 4,500 of 10,000 chunks, 120/s, 46 s left` after some seconds, without the parts that are unknown.
+        """`embed: 45%, 4,500 of 10,000 chunks, 120/s, 46 s left` after some seconds, without the parts that are
+        unknown.
 
-        The time left is not known until something follows the first units. Work that continues after the last ones says how long.
+        The time left is not known until something follows the first units. Work that continues after the last ones says
+        how long.
         """
         return f"{self.name}: " + (f"{self.note}; " if self.note else "") + self._so_far(seconds)
 

@@ -5,8 +5,8 @@
         with view.stage("chunk"):
             with progress(...)
 
-On a terminal: a row for each stage, which waits, runs with a bar, or is finished. Elsewhere: a line when a stage starts and when a
-step ends. Both log a summary of all steps with their rates at the end: `view.steps`.
+On a terminal: a row for each stage, which waits, runs with a bar, or is finished. Elsewhere: a line when a stage starts
+and when a step ends. Both log a summary of all steps with their rates at the end: `view.steps`.
 """
 
 import contextlib

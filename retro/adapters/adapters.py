@@ -3,7 +3,8 @@
     Retro ─ add_adapter: peft's LoRA layers around its matrices ─ train_only: sets requires_grad
     merge: LoRA's products are added to the matrices; the model is plain again
 
-A checkpoint stores the model's tensors under their names without LoRA, and LoRA's tensors in addition. A prefix is part of the model.
+A checkpoint stores the model's tensors under their names without LoRA, and LoRA's tensors in addition. A prefix is part
+of the model.
 """
 
 import logging
@@ -23,7 +24,8 @@ from retro.parallel.settings import ParallelSettings
 log = logging.getLogger("retro")
 
 RETRIEVAL = ("encoder.", "cross.", *(f"copy_head.{source.name}." for source in SOURCES if source.of_retrieval))
-"""Prefixes of the names of parameters that a baseline lacks: encoder, chunked cross-attention, and what retrieval copies from."""
+"""Prefixes of the names of parameters that a baseline lacks: encoder, chunked cross-attention, and what retrieval
+copies from."""
 
 
 def peft() -> Any:

@@ -12,7 +12,8 @@ Weights = Literal["all", "retrieval", "none"]
 
 @settings
 class LoraSettings:
-    """Low-rank matrices added to those of the model (LoRA, Hu et al. 2021). Needs the package peft. Weights that are not trained
+    """Low-rank matrices added to those of the model (LoRA, Hu et al. 2021). Needs the package peft.
+    Weights that are not trained
     (`train.weights`) stay bit-identical."""
 
     key: ClassVar = "lora"
@@ -24,8 +25,8 @@ class LoraSettings:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of features dropped before the added matrices in training."""
     targets: tuple[str, ...] = ("attention", "feed_forward")
-    """Matrices of the model to add to, by the beginning of their name without numbers: `attention` (q_proj, k_proj, v_proj and
-    o_proj of the decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
+    """Matrices of the model to add to, by the beginning of their name without numbers: `attention` (q_proj, k_proj,
+    v_proj and o_proj of the decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
 
     def __post_init__(self) -> None:
         if self.rank and not self.targets:

@@ -2,8 +2,8 @@
 
 sample number ─► datastore and chunks (`retro/data/batches.py`) ─► tensors of one sequence, its neighbors and votes
 
-A sample is a function of its number, the seed and the settings. So its bytes depend neither on the batch nor on the number of
-workers, and a number is all that a run needs to resume.
+A sample is a function of its number, the seed and the settings. So its bytes depend neither on the batch nor on the
+number of workers, and a number is all that a run needs to resume.
 """
 
 from collections.abc import Sequence
@@ -44,16 +44,17 @@ class State(TypedDict):
 class Dataset(torch.utils.data.Dataset[Sample]):
     """Sequences with neighbors and votes: `DataLoader(retro.Dataset("peps"), batch_size=8)`.
 
-    The order is shuffled already: read it without `shuffle`. With T tokens of a sequence, chunks of m tokens, U = T / m and R = 2m,
-    a sample has
+    The order is shuffled already: read it without `shuffle`. With T tokens of a sequence, chunks of m tokens, U = T / m
+    and R = 2m, a sample has
 
     - `tokens` int64 [T], padded at the ends of documents;
     - `labels` int64 [T], the next token of the same document, -100 = none;
     - `documents` int64 [U], the document of each chunk; different numbers are different documents;
     - `lengths` int64 [U], tokens of each chunk without padding;
-    - with k: `neighbors` int64 [U, k, R] and `neighbor_lengths` int64 [U, k], 0 = no neighbor. The neighbors of a chunk are for the
-      chunk after it;
-    - with `votes`: `votes` int64 [T, 32], the tokens that follow the same text elsewhere in the datastore (`Inputs.votes`).
+    - with k: `neighbors` int64 [U, k, R] and `neighbor_lengths` int64 [U, k], 0 = no neighbor. The neighbors of a chunk
+      are for the chunk after it;
+    - with `votes`: `votes` int64 [T, 32], the tokens that follow the same text elsewhere in the
+      datastore (`Inputs.votes`).
 
     `retro.batch.inputs.Inputs(**batch)` is what the project's models take.
 
@@ -86,20 +87,22 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             sequence_length: T, a multiple of the chunk length.
             k: neighbors of each chunk; 0 = none.
             votes: read votes too. They take 256 bytes for each token.
-            num_samples: None = as many as the datastores have sequences. Later samples are further passes, in another order.
-            layout: `transformers` has `input_ids` in place of `tokens`, and `labels` that the model shifts: the token itself, and -100
-                for padding and the first token of a document.
+            num_samples: None = as many as the datastores have sequences. Later samples are further passes, in another
+                order.
+            layout: `transformers` has `input_ids` in place of `tokens`, and `labels` that the model shifts: the token
+                itself, and -100 for padding and the first token of a document.
             retrieval_dropout: fraction of the samples without neighbors and votes (lengths and votes are 0).
             neighbor_source: `nearest` or `random`.
-            max_overlap: skip neighbors with a longer run of tokens in common, as a fraction of the chunk. 1 = skip none.
+            max_overlap: skip neighbors with a longer run of tokens in common, as a fraction of the chunk. 1 = skip
+                none.
             weights: fraction of the samples from each datastore; empty = in proportion to their chunks.
             seed: of the order, of random neighbors and of `retrieval_dropout`.
             reading: `mmap` or `pread`.
             materialized: read the copies of neighbors next to the chunks.
 
         Raises:
-            InputError: an argument has another value, a datastore lacks the stage `neighbors` or `votes`, or the datastores do not fit
-                together.
+            InputError: an argument has another value, a datastore lacks the stage `neighbors` or `votes`, or the
+                datastores do not fit together.
         """
         if layout not in get_args(Layout):
             raise InputError(f"layout = {layout!r}: accepted are {', '.join(get_args(Layout))}.")
@@ -152,14 +155,14 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             raise OutOfRange(f"index {index}: the dataset has {len(self)} samples.")
         return self.first + (index + len(self) if index < 0 else int(index))
 
-    # --- state ---------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self, samples: int | None = None) -> State:
         """The state for a checkpoint.
 
         Args:
-            samples: samples of number 0 on that are used up: steps · batch size. None = `first`. A loader that counts by itself
-                (torchdata's StatefulDataLoader, the Trainer of transformers) leaves this out.
+            samples: samples of number 0 on that are used up: steps · batch size. None = `first`. A loader that counts
+                by itself (torchdata's StatefulDataLoader, the Trainer of transformers) leaves this out.
 
         Raises:
             InputError: `samples` is not in [0, num_samples].
@@ -173,7 +176,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         """Continue at the sample of a state: index 0 is then its number.
 
         Raises:
-            InputError: the state is not one of a dataset, or of other data or settings, which would give other sequences.
+            InputError: the state is not one of a dataset, or of other data or settings, which would give other
+                sequences.
         """
         if missing := State.__annotations__.keys() - state.keys():
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: it is not the state of a retro.Dataset.")
@@ -196,7 +200,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
 
 def for_transformers(columns: Sample) -> Sample:
-    """Columns [B, …] with the names and labels of transformers, whose models compare each prediction with the next label."""
+    """Columns [B, …] with the names and labels of transformers, whose models compare each prediction with the next
+    label."""
     labels = columns["labels"].new_full(columns["labels"].shape, IGNORED_LABEL)
     labels[:, 1:] = columns["labels"][:, :-1]
     renamed = {"input_ids": columns["tokens"], **columns, "labels": labels}

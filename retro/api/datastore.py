@@ -39,8 +39,8 @@ class Neighbors:
     """The neighbors of n chunks, best first. Each is a chunk with its continuation.
 
     Attributes:
-        ids: [n, k] int64 chunk ids of the split `train`, -1 = none. Chunks of another datastore (`neighbors.extra_datastores`) have the
-            number of the datastore in the bits from 40 on.
+        ids: [n, k] int64 chunk ids of the split `train`, -1 = none. Chunks of another
+            datastore (`neighbors.extra_datastores`) have the number of the datastore in the bits from 40 on.
         tokens: [n, k, 2m] int64, padded at the end.
         lengths: [n, k] int64, tokens without padding; 0 = no neighbor.
     """
@@ -64,7 +64,8 @@ class Datastore:
         Args:
             location: the folder, or any fsspec URL.
             split: `train`, `valid` or `test`. Search and neighbors are always in `train`.
-            reading: `mmap` maps files into memory and fetches those of a URL on first use; `pread` requests ranges of bytes.
+            reading: `mmap` maps files into memory and fetches those of a URL on first use; `pread` requests ranges of
+                bytes.
 
         Raises:
             InputError: there is no datastore, it is damaged, or an argument has another value.
@@ -85,7 +86,7 @@ class Datastore:
     def __repr__(self) -> str:
         return f"retro.Datastore({str(self.location)!r}, {self.split!r})"
 
-    # --- what it holds -------------------------------------------------------------------------------------------------
+    # --- what it holds ------------------------------------------------------------------------------------------------
 
     @property
     def chunk_length(self) -> int:
@@ -132,7 +133,7 @@ class Datastore:
         self._stored.require("embed")
         return self._rows.embeddings.gather(self._ids(chunks))
 
-    # --- search --------------------------------------------------------------------------------------------------------
+    # --- search -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _retriever(self) -> Retriever:
@@ -173,8 +174,8 @@ class Datastore:
             the hits of a text, or a list of hits for each query.
 
         Raises:
-            InputError: a query is empty or has tokens outside the vocabulary, vectors have another width, k is below 1, a filter names an
-                unknown column, or the stage `add` (or `sparse`) is not finished.
+            InputError: a query is empty or has tokens outside the vocabulary, vectors have another width, k is below 1,
+                a filter names an unknown column, or the stage `add` (or `sparse`) is not finished.
             DatastoreChanged: the datastore was built again since it was opened.
         """
         alone = isinstance(queries, str)
@@ -190,12 +191,13 @@ class Datastore:
         """
         return self._retriever.queries.vectors(texts)
 
-    # --- neighbors -----------------------------------------------------------------------------------------------------
+    # --- neighbors ----------------------------------------------------------------------------------------------------
 
     def neighbors(self, chunks: Ids, k: int = 2) -> Neighbors:
         """The first k stored neighbors of chunks of the split: ids [n] → `Neighbors`.
 
-        They are of other documents than the chunk. Training also leaves out the other documents of a sequence (`retro.Dataset`).
+        They are of other documents than the chunk. Training also leaves out the other documents of a sequence
+        (`retro.Dataset`).
 
         Raises:
             InputError: the stage `neighbors` is not finished, or fewer than k neighbors are stored.
@@ -224,7 +226,8 @@ class Datastore:
             neighbors of n = t // m chunks; the last tokens are no complete chunk.
 
         Raises:
-            InputError: the text has no complete chunk or tokens outside of the vocabulary, k is below 1, or the stage `add` is not finished.
+            InputError: the text has no complete chunk or tokens outside of the vocabulary, k is below 1, or the stage
+                `add` is not finished.
         """
         if k < 1:
             raise InputError(f"k = {k}: must be at least 1.")

@@ -1,7 +1,7 @@
 """`retro.NGrams`: counts of n-grams of any length, over the sorted prefixes of a datastore.
 
-The methods, arguments and keys of results are those of infini-gram's Python package (Liu et al. 2024, arXiv 2401.17377), and so is
-their meaning. docs/reference/python-api.md lists the differences.
+The methods, arguments and keys of results are those of infini-gram's Python package (Liu et al. 2024, arXiv
+2401.17377), and so is their meaning. docs/reference/python-api.md lists the differences.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,8 @@ class Found(TypedDict):
 
 
 class Prob(TypedDict):
-    """Occurrences of a prompt, of the prompt with one more token, and their quotient; -1.0 if the prompt occurs nowhere."""
+    """Occurrences of a prompt, of the prompt with one more token, and their quotient; -1.0 if the prompt occurs
+    nowhere."""
 
     prompt_cnt: int
     cont_cnt: int
@@ -65,7 +66,8 @@ class TokenCount(TypedDict):
 
 
 class NextTokens(TypedDict):
-    """Occurrences of a prompt, and the tokens that follow, most frequent first. `approx`: not all occurrences were read."""
+    """Occurrences of a prompt, and the tokens that follow, most frequent first. `approx`: not all occurrences were
+    read."""
 
     prompt_cnt: int
     result_by_token_id: dict[int, TokenCount]
@@ -113,10 +115,12 @@ class FoundDocuments(TypedDict):
 class NGrams:
     """Counts n-grams of the training documents of a datastore: `retro.NGrams("peps").count([5613, 4086, 9068])`.
 
-    Token ids are those of the datastore's tokenizer (`tokenizer.encode(text)`). An n-gram never spans two documents. The tokens that
-    begin and end a document count. Documents that were deleted do not occur, also if that happened after opening.
+    Token ids are those of the datastore's tokenizer (`tokenizer.encode(text)`). An n-gram never spans two documents.
+    The tokens that begin and end a document count. Documents that were deleted do not occur, also if that happened
+    after opening.
 
-    Every method raises InputError for a token outside of the vocabulary, and DatastoreChanged if the datastore was built again.
+    Every method raises InputError for a token outside of the vocabulary, and DatastoreChanged if the datastore was
+    built again.
     """
 
     def __init__(self, location: Path | str) -> None:
@@ -142,7 +146,7 @@ class NGrams:
         """The tokenizer: `encode(text)` gives token ids without begin and end of document, `decode(ids)` text."""
         return Tokenizer.open(self._stored.folder / "tokenizer")
 
-    # --- counts --------------------------------------------------------------------------------------------------------
+    # --- counts -------------------------------------------------------------------------------------------------------
 
     def count(self, input_ids: Ids) -> Count:
         """How often an n-gram [n] occurs; with no tokens, the number of all tokens."""
@@ -152,7 +156,8 @@ class NGrams:
     def find(self, input_ids: Ids) -> Found:
         """Where an n-gram of at most 64 tokens occurs: ranks for `get_doc_by_rank`.
 
-        A datastore that grew has several orders, and ranks count in each. Ranks of deleted documents are among them, but not in `cnt`.
+        A datastore that grew has several orders, and ranks count in each. Ranks of deleted documents are among them,
+        but not in `cnt`.
 
         Raises:
             InputError: it has more than 64 tokens.
@@ -177,7 +182,8 @@ class NGrams:
 
         Args:
             prompt_ids: the prompt; empty = the distribution of all tokens.
-            max_support: if the prompt occurs more often, this many occurrences are read, spread evenly. Counts are then estimates.
+            max_support: if the prompt occurs more often, this many occurrences are read, spread evenly. Counts are then
+                estimates.
 
         Raises:
             InputError: `max_support` is below 1.
@@ -187,7 +193,7 @@ class NGrams:
     ntd = next_tokens
     """infini-gram's name."""
 
-    # --- the longest end that occurs -----------------------------------------------------------------------------------
+    # --- the longest end that occurs ----------------------------------------------------------------------------------
 
     def longest_match(self, input_ids: Ids) -> LongestMatch:
         """The longest end of a text [n] that occurs. Ranks are those of its last 64 tokens."""
@@ -207,13 +213,14 @@ class NGrams:
         return {**self._next_tokens(match, max_support), "suffix_len": match.length}
 
     def votes(self, input_ids: Ids) -> NDArray[np.int64]:
-        """What models with a copy head read of a new text [t], which begins a document: [t, 32], as `votes` of `retro.Dataset`.
+        """What models with a copy head read of a new text [t], which begins a document: [t, 32], as `votes` of
+        `retro.Dataset`.
 
         They are the tokens after the same text in the datastore, for seven lengths of match (`Inputs.votes`).
         """
         return self._index.votes(self._checked(input_ids))
 
-    # --- documents -----------------------------------------------------------------------------------------------------
+    # --- documents ----------------------------------------------------------------------------------------------------
 
     def search_docs(self, input_ids: Ids, maxnum: int = 1, max_disp_len: int = MAX_DISPLAYED) -> FoundDocuments:
         """Documents with an n-gram [n], each once, and the tokens around one occurrence.
@@ -279,7 +286,7 @@ class NGrams:
         """Documents, without deleted ones."""
         return self._split.num_documents - len(self._split.deleted)
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _checked(self, ids: Ids) -> NDArray[np.int64]:
         return checked_tokens(ids, int(self._stored.manifest["vocab_size"]))

@@ -195,10 +195,11 @@ class Chunks(Rows[Chunk]):
 
 
 class Documents(Rows[Document]):
-    """The documents of a split. In Arrow: `document` (its number), `first_chunk`, `text`, and the columns of `documents.parquet`.
+    """The documents of a split. In Arrow: `document` (its number), `first_chunk`, `text`, and the columns
+    of `documents.parquet`.
 
-    The number of a document's tokens and chunks are among these columns. Metadata of the same name as one of the first three is only
-    in `Document.metadata`.
+    The number of a document's tokens and chunks are among these columns. Metadata of the same name as one of the first
+    three is only in `Document.metadata`.
     """
 
     kind, at_once = "document", 64
@@ -239,14 +240,16 @@ _NO_RANGES = np.empty((0, 2), np.int64)
 
 
 def lengths_of(split: Split, first: int, stop: int, skipped: NDArray[np.int64] = _NO_RANGES) -> NDArray[np.int64]:
-    """The tokens without padding of each of the chunks [first, stop), 0 in the ranges `skipped` [n, 2] of chunks: [n] int64."""
+    """The tokens without padding of each of the chunks [first, stop), 0 in the ranges `skipped` [n, 2] of chunks: [n]
+    int64."""
     lengths = split.lengths.read(first, stop).astype(np.int64)
     lengths[inside(np.arange(first, stop), skipped)] = 0
     return lengths
 
 
 def tokens_of(split: Split, first: int, stop: int, skipped: NDArray[np.int64] = _NO_RANGES) -> NDArray[np.int64]:
-    """The tokens of chunks [first, stop), without padding and without the chunks in the ranges `skipped` [n, 2]: [t] int64."""
+    """The tokens of chunks [first, stop), without padding and without the chunks in the ranges `skipped` [n, 2]: [t]
+    int64."""
     lengths = lengths_of(split, first, stop, skipped)
     return split.tokens.read(first, stop)[np.arange(split.chunk_length) < lengths[:, None]].astype(np.int64)
 
@@ -254,8 +257,8 @@ def tokens_of(split: Split, first: int, stop: int, skipped: NDArray[np.int64] = 
 class Tokens:
     """The tokens of a split in one row, without padding and deleted documents.
 
-    `tokens[5]` is an int, `tokens[5:9]` an array [4] int64. A token's place here is not its position in the files. The first access
-    reads the lengths of all chunks, two bytes each. Documents that are deleted later stay in.
+    `tokens[5]` is an int, `tokens[5:9]` an array [4] int64. A token's place here is not its position in the files. The
+    first access reads the lengths of all chunks, two bytes each. Documents that are deleted later stay in.
     """
 
     def __init__(self, split: Split) -> None:

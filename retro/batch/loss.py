@@ -128,7 +128,7 @@ class _SummedLoss(torch.autograd.Function):
         return total, nats, log_top
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.saved_tensors, ctx.types, ctx.needs_input_grad[:2], strict=True)
         return *((part * upstream).to(dtype) if needed else None for part, dtype, needed in gradients), None, None
 

@@ -5,8 +5,8 @@
     a name on the Hugging Face Hub, a .gguf ──┤
     networks fitted to one of these ──────────┘
 
-A decoder of transformers is a `Checkpoint` without weights: its settings name where transformers finds them. `retro add-retrieval` writes
-the networks of its copy head alone (`network_file.py`), with the name of the model.
+A decoder of transformers is a `Checkpoint` without weights: its settings name where transformers finds them.
+`retro add-retrieval` writes the networks of its copy head alone (`network_file.py`), with the name of the model.
 """
 
 import json
@@ -52,7 +52,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_of_transformers(path: Path) -> bool:
-    """Whether a path names a model that transformers computes: a folder with config.json, a .gguf file, or owner/name on the Hub."""
+    """Whether a path names a model that transformers computes: a folder with config.json, a .gguf file, or owner/name
+    on the Hub."""
     if path.suffix == GGUF:
         return path.is_file()
     if path.exists():
@@ -107,7 +108,8 @@ def for_datastore(checkpoint: Checkpoint, folder: Path | str) -> Checkpoint:
 
 
 def without_copying(checkpoint: Checkpoint) -> Checkpoint:
-    """A decoder of transformers without the sources that it is opened with, to which others are added; other checkpoints as they are."""
+    """A decoder of transformers without the sources that it is opened with, to which others are added; other
+    checkpoints as they are."""
     if not checkpoint.of_transformers or checkpoint.weights:
         return checkpoint
     return replace(checkpoint, model=replace(checkpoint.model, copy_head=NO_COPY_HEAD))
@@ -235,7 +237,8 @@ def _checkpoint(
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The sizes of the files of a local model: reading gigabytes for a checksum would take longer than most measurements."""
+    """The sizes of the files of a local model: reading gigabytes for a checksum would take longer than most
+    measurements."""
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return {file.name: file.stat().st_size for file in files if file.is_file()}
 

@@ -19,8 +19,8 @@ from retro.parallel.gradient_norms import local
 class Saver:
     """Copies tensors and writes them in a thread, one save at a time.
 
-    The copies are in host buffers that are allocated once, and pinned if the tensors are on a CUDA device. An error of the
-    thread is raised by the next call of any method, at the latest by `close`.
+    The copies are in host buffers that are allocated once, and pinned if the tensors are on a CUDA device. An error of
+    the thread is raised by the next call of any method, at the latest by `close`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,8 @@ class Saver:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A new tensor in host memory, pinned if its source is on a CUDA device; for a DTensor, one with the same local shard."""
+    """A new tensor in host memory, pinned if its source is on a CUDA device; for a DTensor, one with the same local
+    shard."""
     from torch.distributed.tensor import DTensor
 
     part = local(tensor)

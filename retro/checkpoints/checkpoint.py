@@ -3,11 +3,11 @@
     run/checkpoints/00000200/   model.safetensors  optimizer.safetensors  state.json  manifest.json
     run/checkpoints/best.json   step, metric and value of the best evaluation
 
-Several processes each write a part, `model-00001-of-00004.safetensors` …, and read what they need from any part: a checkpoint
-can be resumed with another number of processes.
+Several processes each write a part, `model-00001-of-00004.safetensors` …, and read what they need from any part: a
+checkpoint can be resumed with another number of processes.
 
-Arguments that name a checkpoint accept its folder, `RUN` (the newest checkpoint of a run), `RUN@best`, or a file written by
-`retro export`, which has weights and metadata in one.
+Arguments that name a checkpoint accept its folder, `RUN` (the newest checkpoint of a run), `RUN@best`, or a file
+written by `retro export`, which has weights and metadata in one.
 """
 
 import contextlib
@@ -69,8 +69,8 @@ class Checkpoint:
         num_ids: number of ids of its tokenizer; rows of the embedding tables beyond them are unused.
         tokenizer: fingerprint of its tokenizer; empty = not recorded, as for an imported model.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
-        best: `step`, `metric` and `value` of the best evaluation before the checkpoint was saved, or None. The evaluation of
-            its own step usually comes later; it is in `metrics.jsonl`.
+        best: `step`, `metric` and `value` of the best evaluation before the checkpoint was saved, or None. The
+            evaluation of its own step usually comes later; it is in `metrics.jsonl`.
         started_from: fingerprint of the checkpoint of `train.init_from`, or None.
         scaler: state of the loss scaler; empty if there was none.
         skipped: number of `steps` skipped because of an overflow, and of `batches` that were not finite.
@@ -108,7 +108,8 @@ class Checkpoint:
 
     @property
     def neighbor_rules(self) -> dict[str, Any]:
-        """The settings of [data] that decide which neighbors the run read; without those that its version did not have."""
+        """The settings of [data] that decide which neighbors the run read; without those that its version did not
+        have."""
         data = self.settings["data"]
         return {key: data[key] for key in ("neighbor_source", "max_overlap", "seed") if key in data}
 
@@ -125,13 +126,15 @@ class Checkpoint:
         return folders
 
     def check_fits(self, datastore: Mapping[str, Any], source: object, *, tokenizer: str, advice: str = ADVICE) -> None:
-        """As `datastore_fit.check_fits`, with the fingerprint of the datastore's tokenizer; an imported model may have more rows."""
+        """As `datastore_fit.check_fits`, with the fingerprint of the datastore's tokenizer; an imported model may have
+        more rows."""
         num_ids = self.num_ids if self.datastores else 0
         properties = {**datastore, "tokenizer": tokenizer}
         check_fits(self.model, properties, source, num_ids=num_ids, tokenizer=self.tokenizer, advice=advice)
 
     def reads(self, num_ids: int) -> bool:
-        """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""
+        """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than
+        ids."""
         return num_ids == self.num_ids or (not self.datastores and num_ids <= self.model.vocab_size)
 
 

@@ -69,7 +69,8 @@ def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence
 
 
 def tables(settings: ModelSettings) -> list[str]:
-    """Names of the weights with a row for each id: embedding, output layer and the encoder's embedding, if the model has them."""
+    """Names of the weights with a row for each id: embedding, output layer and the encoder's embedding, if the model
+    has them."""
     with shapes_only():
         model, larger = Retro(settings), Retro(replace(settings, vocab_size=settings.vocab_size + 1))
     shapes = {name: weight.shape for name, weight in larger.state_dict().items()}

@@ -1,7 +1,7 @@
 """Write sharded tensors by all processes: `torch.distributed.checkpoint` with safetensors files.
 
-PyTorch plans which process writes which shard, so that each is written once and the work is even. Its own writers are not
-used: one pickles, and the other writes files whose bytes differ between runs, and holds each file in memory twice.
+PyTorch plans which process writes which shard, so that each is written once and the work is even. Its own writers are
+not used: one pickles, and the other writes files whose bytes differ between runs, and holds each file in memory twice.
 """
 
 import json
@@ -29,7 +29,8 @@ from retro.checkpoints.tensor_files import OFFSETS, save_tensors
 
 
 def save_parts(tensors: dict[str, Tensor], file: Path, group: dist.ProcessGroup) -> None:
-    """Write this process's part of plain tensors and DTensors on the CPU. Returns when every process has written its part.
+    """Write this process's part of plain tensors and DTensors on the CPU. Returns when every process has written its
+    part.
 
     Args:
         tensors: by name; names may differ between processes. A plain tensor is the same in all processes that have it.

@@ -42,8 +42,9 @@ def exported(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Te
 def write_exported(state: dict[str, Any], tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write tensors and metadata as one file, and add the format version and a checksum.
 
-    The header's metadata have JSON under `retro`: `format_version`, `step`, `tokens`, `settings` with those of the model,
-    fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all this and of the tensors.
+    The header's metadata have JSON under `retro`: `format_version`, `step`, `tokens`, `settings` with those of the
+    model, fingerprints of the `datastores` and of the checkpoint (`fingerprint`), and a `checksum` of all this and of
+    the tensors.
 
     Raises:
         InputError: the file name does not end in `.safetensors`.

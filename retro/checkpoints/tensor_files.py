@@ -6,8 +6,8 @@
     headers ─ index ─ StoredTensor: shards of a tensor and their files ─┐
     live tensors, plain or DTensors ────────────────────────────────────┴ plan ─ read what this process needs ─ copy
 
-The plan is that of `torch.distributed.checkpoint`, which knows DTensors of every mesh. No process waits for another.
-A part's header has PyTorch's entry with the offsets of its tensors, so `HuggingFaceStorageReader` reads these files too.
+The plan is that of `torch.distributed.checkpoint`, which knows DTensors of every mesh. No process waits for another. A
+part's header has PyTorch's entry with the offsets of its tensors, so `HuggingFaceStorageReader` reads these files too.
 """
 
 import errno
@@ -138,7 +138,8 @@ def check_size(settings: ModelSettings, num_tensors: int, num_elements: int, whe
         where: the file with the settings, for the message.
 
     Raises:
-        InputError: there are fewer tensors than layers, or fewer elements than in the embedding, queries and feed-forward blocks.
+        InputError: there are fewer tensors than layers, or fewer elements than in the embedding, queries and
+            feed-forward blocks.
     """
     attention = settings.attention
     rows = settings.vocab_size + (attention.max_positions if attention.positions == "learned" else 0)

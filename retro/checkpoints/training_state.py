@@ -63,8 +63,8 @@ def restore(
         mesh_dims: of these processes, as `Checkpoint.mesh_dims`; None = a single process.
         stream: number of this process's random stream; processes that must drop the same features share one.
 
-    Every process gets its random state back. If the work is divided differently than before, each process is seeded from the
-    run's seed, the step and `stream` instead, which affects only dropout.
+    Every process gets its random state back. If the work is divided differently than before, each process is seeded
+    from the run's seed, the step and `stream` instead, which affects only dropout.
     """
     on_all(group, lambda: _restore_tensors(checkpoint, model, optimizer))
     _restore_random_state(checkpoint, parameters_of(model)[0][1].device, rank_in(group), mesh_dims or {}, stream)

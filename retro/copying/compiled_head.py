@@ -3,9 +3,10 @@
     log-probability of the likeliest token, evidence, trust ─► log-odds ─► shares ─┬─► log of what the vocabulary keeps
                                                        candidates of the sources ─┴─► their log-probabilities
 
-A generated token needs about a thousand multiplications for each network. As operations of torch they would be a hundred small ones, each of
-which takes several microseconds between two passes of a model. So the probabilities of the vocabulary stay on the device, and the few
-numbers that decide what is copied are computed here. Letters of the shape comments as in `head.py`; N are rows.
+A generated token needs about a thousand multiplications for each network. As operations of torch they would be a
+hundred small ones, each of which takes several microseconds between two passes of a model. So the probabilities of the
+vocabulary stay on the device, and the few numbers that decide what is copied are computed here. Letters of the shape
+comments as in `head.py`; N are rows.
 """
 
 import math
@@ -73,7 +74,8 @@ class CompiledHead:
     ) -> np.ndarray:
         """Compute the log-probabilities of candidates in the mixture, float32 [N, S].
 
-        A token that occurs several times has the same value each time. One that has no probability, since it is forbidden, gets none.
+        A token that occurs several times has the same value each time. One that has no probability, since it is
+        forbidden, gets none.
 
         Args:
             before: log-probabilities of the vocabulary for them, float32 [N, S].
@@ -144,7 +146,8 @@ def _find_shares(
     shares: np.ndarray,
     log_kept: np.ndarray,
 ) -> None:
-    """Add the shares with each strength of copying, and find what is left for the vocabulary, with votes for unknown tokens."""
+    """Add the shares with each strength of copying, and find what is left for the vocabulary, with votes for unknown
+    tokens."""
     num_rows, num_sources, num_lengths = odds.shape
     moved = np.empty((num_sources, num_lengths))
     for row in range(num_rows):

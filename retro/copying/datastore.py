@@ -1,8 +1,8 @@
 """The source `datastore`: what follows the last tokens of the text in the whole datastore.
 
-The search runs for every token instead of every chunk, and is exact (infini-gram: Liu et al. 2024, arXiv 2401.17377). Training reads stored
-votes (`indexing/suffixes/votes.py`), generation finds them. A generated token needs few numbers of the votes, so compiled loops read them
-there: operations of torch would take several microseconds each.
+The search runs for every token instead of every chunk, and is exact (infini-gram: Liu et al. 2024, arXiv 2401.17377).
+Training reads stored votes (`indexing/suffixes/votes.py`), generation finds them. A generated token needs few numbers
+of the votes, so compiled loops read them there: operations of torch would take several microseconds each.
 """
 
 from typing import NamedTuple

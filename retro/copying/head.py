@@ -2,10 +2,11 @@
 
     p(w) = s_0 softmax(logits)(w) + sum over sources and lengths of s_(source, length) votes for w / all votes
 
-There are three sources (`sources.py`): the preceding tokens of the same document (context), the neighbors of the preceding chunk, and the
-whole datastore. A position of a source votes for the token that follows it (pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM:
-Khandelwal et al. 2020, arXiv 1911.00172). Every source votes once for each of `MATCH_LENGTHS`: at a length vote the positions at which
-as many of the last tokens, or more, equal those that were read.
+There are three sources (`sources.py`): the preceding tokens of the same document (context), the neighbors of the
+preceding chunk, and the whole datastore. A position of a source votes for the token that follows it (pointer networks:
+Merity et al. 2017, arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). Every source votes once for
+each of `MATCH_LENGTHS`: at a length vote the positions at which as many of the last tokens, or more, equal those that
+were read.
 
 The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there are and whether they agree,
 for every source and length, and how sure the vocabulary is. It reads no activations, so it fits any model: it begins with weights that were fitted
@@ -15,11 +16,11 @@ to other text (`weights.safetensors`). Not in the paper of RETRO.
     logits ─ probability of the likeliest token ────────────┘                     ├─ mixture ─ loss
     logits ─ losses of the labels ────────────────────────────────────────────────┘
 
-Counts are exact and need no gradient. Retrieval OFF removes the terms of neighbors and datastore: the other shares stay in
-proportion. Outside of training, they are as large as they were right in the text so far (`switch.py`).
+Counts are exact and need no gradient. Retrieval OFF removes the terms of neighbors and datastore: the other shares stay
+in proportion. Outside of training, they are as large as they were right in the text so far (`switch.py`).
 
-Letters of the shape comments as in `retro.py`. In addition, C are the sources, L the match lengths, and N is a batch of texts with S
-positions each and Q queries.
+Letters of the shape comments as in `retro.py`. In addition, C are the sources, L the match lengths, and N is a batch of
+texts with S positions each and Q queries.
 """
 
 from collections.abc import Collection
@@ -45,7 +46,8 @@ from retro.copying.votes import SourceMatches
 WIDTH = 16
 """Hidden units of the network of a source. 32 gain less than 0.1%."""
 STEP = 10.0
-"""The outer weights are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
+"""The outer weights are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a
+log-odds."""
 UNFITTED = -3.0
 """Log-odds of each length of a source whose network was not fitted to other text: its share begins small."""
 ALL_AGREE = 0.999
@@ -88,7 +90,8 @@ class SourceNetwork(nn.Module):
         self.outer_bias = nn.Parameter(torch.zeros(len(MATCH_LENGTHS)))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Log-odds [..., L] from features, float32 [..., features], of which it reads the first (`CopySource.reads`)."""
+        """Log-odds [..., L] from features, float32 [..., features], of which it reads the first
+        (`CopySource.reads`)."""
         read = features[..., : self.inner.shape[1]]
         return STEP * F.linear(F.gelu(F.linear(read, self.inner, self.inner_bias)), self.outer, self.outer_bias)
 
@@ -98,7 +101,8 @@ class Origins(NamedTuple):
 
     Attributes:
         shares: share of the probability of a label that is copied from each source, float32 [B, T, C], 0 to 1.
-        lengths: longest match in a neighbor among those that vote for the label, int64 [B, T]; -1 = no position votes for it.
+        lengths: longest match in a neighbor among those that vote for the label, int64 [B, T]; -1 = no position votes
+            for it.
         neighbors: number of this neighbor, the first one of several, int64 [B, T]; -1 = none.
         positions: the token of this neighbor that equals the label, int64 [B, T]; -1 = none.
     """
@@ -156,7 +160,8 @@ class CopyHead(nn.Module):
         return {source.name: source.of_batch(inputs, self.chunk_length) for source in self.present(inputs)}
 
     def evidence(self, sources: dict[str, Votes], labels: Tensor) -> Tensor:
-        """`Evidence` of the sources about labels [B, T]: float32 [B, T, C, L, 4]; 0 for an absent source. Without gradients."""
+        """`Evidence` of the sources about labels [B, T]: float32 [B, T, C, L, 4]; 0 for an absent source. Without
+        gradients."""
         absent = torch.zeros(*labels.shape, len(MATCH_LENGTHS), 4, device=labels.device)
         with torch.no_grad():
             found = [
@@ -165,7 +170,8 @@ class CopyHead(nn.Module):
         return torch.stack(found, 2)
 
     def learns_trust(self, inputs: Inputs) -> bool:
-        """Whether a text must earn trust in copying: outside of training, if it can copy from a source that the switch covers."""
+        """Whether a text must earn trust in copying: outside of training, if it can copy from a source that the switch
+        covers."""
         return not self.training and any(source.switched for source in self.present(inputs))
 
     # --- shares -------------------------------------------------------------------------------------------------------
@@ -178,10 +184,11 @@ class CopyHead(nn.Module):
             evidence: from `evidence`.
         """
         size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, C, L]; a size is 0, or 1 and more
-        # Four numbers between 0 and about 1 for each source and length: are there votes, how many (a logarithm: 100 votes are not ten
-        # times as certain as 10), do they agree, and do all of them agree.
+        # Four numbers between 0 and about 1 for each source and length: are there votes, how many (a logarithm: 100
+        # votes are not ten times as certain as 10), do they agree, and do all of them agree.
         votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
-        # A sure vocabulary keeps its share. As a probability and as a logarithm: the first tells .9 from .99, the second .01 from .1.
+        # A sure vocabulary keeps its share. As a probability and as a logarithm: the first tells .9 from .99, the
+        # second .01 from .1.
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
         features = torch.cat((sure, votes), -1)  # [B, T, features]
         absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))  # its size is 0, so it is masked below
@@ -236,7 +243,8 @@ class CopyHead(nn.Module):
             evidence: from `evidence`, about any labels [B, T].
             tokens: T' of the T tokens.
             trust: in each strength of copying, float32 [B, T, 4], see `trusted_losses`; None = the shares as they are.
-            copy_strength: factor of the odds of sources of retrieval, float32 [B, T] or [B, 1]; None = 1. 0 is retrieval OFF.
+            copy_strength: factor of the odds of sources of retrieval, float32 [B, T] or [B, 1]; None = 1. 0 is
+                retrieval OFF.
         """
         with torch.autocast(logits.device.type, enabled=False):
             log_p = logits.float().log_softmax(-1)
@@ -346,8 +354,8 @@ def _shares(odds: Tensor) -> Tensor:
 
 def _kept(shares: Tensor, evidence: Tensor) -> Tensor:
     """Log of what the vocabulary keeps, [B, T]: its own share, and that of votes for tokens that are not known."""
-    # The datastore names the tokens of most votes, not of all. What is left of a share cannot be copied, so the vocabulary gets it:
-    # the mixture stays a distribution.
+    # The datastore names the tokens of most votes, not of all. What is left of a share cannot be copied, so the
+    # vocabulary gets it: the mixture stays a distribution.
     unknown = (shares[..., 1:].exp() * (1 - evidence[..., 3].flatten(2))).sum(-1)
     return torch.logaddexp(shares[..., 0], unknown.clamp(min=_TINY).log())
 
@@ -355,8 +363,8 @@ def _kept(shares: Tensor, evidence: Tensor) -> Tensor:
 def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
     """Add probabilities [B, T, S] of tokens [B, T, S] to log-probabilities [B, T, V], which may be changed.
 
-    A token can occur several times. One that has no probability, since it is forbidden, gets none. Few tokens can be copied, so only their
-    logarithms are computed.
+    A token can occur several times. One that has no probability, since it is forbidden, gets none. Few tokens can be
+    copied, so only their logarithms are computed.
     """
     copied = torch.zeros_like(log_p).scatter_add_(2, following, weights)
     # A candidate may have no probability: the smallest number instead of log 0, whose gradient would be NaN.

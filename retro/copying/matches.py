@@ -1,7 +1,7 @@
 """Match lengths: how many tokens up to a position of a source equal the last tokens that were read.
 
-They are integers, exact, and need no gradient. A position votes for the token that follows it. Letters of the shape comments as in
-`head.py`.
+They are integers, exact, and need no gradient. A position votes for the token that follows it. Letters of the shape
+comments as in `head.py`.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from torch import Tensor
 from indexing.suffixes.votes import LENGTHS
 
 MATCH_LENGTHS = (0, *LENGTHS)
-"""Match lengths at which positions vote. At 0 all positions vote that can be read: what is in the text at all. The whole datastore has no votes
-at 0."""
+"""Match lengths at which positions vote. At 0 all positions vote that can be read: what is in the text at all. The
+whole datastore has no votes at 0."""
 
 LONGEST = LENGTHS[-1]
 """Longer matches count as this long. A power of two, see `match_lengths`."""
@@ -33,7 +33,8 @@ class Matches(NamedTuple):
 
 
 # Opaque to torch.compile: fused code would compute each length again for every position that reads it, 10 times slower.
-# `torch.library.custom_op` would define it in fewer lines, but imports torch._dynamo at the first call, also where nothing is compiled.
+# `torch.library.custom_op` would define it in fewer lines, but imports torch._dynamo at the first call, also where
+# nothing is compiled.
 torch.library.define("retro::match_lengths", "(Tensor read, Tensor source, int longest) -> Tensor")
 
 
@@ -71,7 +72,8 @@ def _(read: Tensor, source: Tensor, longest: int) -> Tensor:
 
 
 class Windows(NamedTuple):
-    """The queries of chunked cross-attention, and of `neighbor_matches`: [B, T, ...] to windows [B'·U, m, ...] and back."""
+    """The queries of chunked cross-attention, and of `neighbor_matches`: [B, T, ...] to windows [B'·U, m, ...] and
+    back."""
 
     chunk_length: int
     num_readers: int
@@ -97,7 +99,8 @@ class Counts(NamedTuple):
     Attributes:
         all: all of them.
         right: those that vote for the label.
-        agree: those that vote for the token that follows the longest match; of several such tokens that with the largest id.
+        agree: those that vote for the token that follows the longest match; of several such tokens that with the
+            largest id.
     """
 
     all: Tensor
@@ -131,10 +134,11 @@ def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
 
 
 def _counted(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
-    """Positions of each query by column, int32 [N, Q, 4 + 4 L]: 4 reached lengths + 2 votes for the label + 1 agrees."""
+    """Positions of each query by column, int32 [N, Q, 4 + 4 L]: 4 reached lengths + 2 votes for the label + 1
+    agrees."""
     following = following[:, None]
-    # One maximum finds the longest match and, among equal ones, the largest token: length and token are the upper and lower 32 bits of a
-    # key. So the result does not depend on the order of neighbors.
+    # One maximum finds the longest match and, among equal ones, the largest token: length and token are the upper and
+    # lower 32 bits of a key. So the result does not depend on the order of neighbors.
     best = ((lengths.long() << 32) + following).amax(2, keepdim=True)
     agree = following == best & (1 << 32) - 1
     column = (4 * levels(Matches(lengths, following)) + 2 * (following == labels[..., None]) + agree).long()
@@ -143,9 +147,9 @@ def _counted(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
     return counts.scatter_add(2, column, one.expand_as(column))
 
 
-# Opaque to torch.compile: Inductor puts it into one kernel, which writes the columns in a first loop and reads them in a second one
-# without a barrier. Triton may give the loops other threads, which then read what is not yet written (pytorch/pytorch#190519): on an
-# H100, with 128 positions, indices were out of bounds.
+# Opaque to torch.compile: Inductor puts it into one kernel, which writes the columns in a first loop and reads them in
+# a second one without a barrier. Triton may give the loops other threads, which then read what is not yet written
+# (pytorch/pytorch#190519): on an H100, with 128 positions, indices were out of bounds.
 torch.library.define("retro::count_votes", "(Tensor lengths, Tensor following, Tensor labels) -> Tensor")
 
 

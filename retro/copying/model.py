@@ -4,8 +4,8 @@
                       └─► vocabulary_losses ─┴─► with_copying ─► losses, trust
     inputs ─► copy_sources ─► evidence ──────┘
 
-Two models: `retro/model/retro.py`, and any decoder of transformers (`transformers_model.py`). Letters of the shape comments as in
-`head.py`.
+Two models: `retro/model/retro.py`, and any decoder of transformers (`transformers_model.py`). Letters of the shape
+comments as in `head.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +46,8 @@ class CopyingModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
+        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows
+        at a time."""
 
     @abstractmethod
     def vocabulary_losses(self, hidden: Tensor, labels: Tensor) -> TokenLosses:
@@ -55,7 +56,8 @@ class CopyingModel(nn.Module, ABC):
     def forward(self, inputs: Inputs) -> Tensor:
         """Compute the logits of every next token, [B, T, V].
 
-        They are log-probabilities if the copy head has a source: always if it copies from the context, otherwise with neighbors.
+        They are log-probabilities if the copy head has a source: always if it copies from the context, otherwise with
+        neighbors.
         """
         hidden, _ = self.hidden(inputs)
         return self.mix(self.logits(hidden), inputs)
@@ -98,14 +100,16 @@ class CopyingModel(nn.Module, ABC):
 
     @torch.no_grad()
     def scored(self, inputs: Inputs, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None, TokenLosses]:
-        """As `token_losses`, the trust of `CopyHead.trusted_losses` (None if none is learned), and the vocabulary's losses of `scored_tokens`."""
+        """As `token_losses`, the trust of `CopyHead.trusted_losses` (None if none is learned), and the vocabulary's
+        losses of `scored_tokens`."""
         if hidden is None:
             hidden, _ = self.hidden(inputs)
         vocabulary = self.vocabulary_losses(hidden, self.scored_tokens(inputs))
         return *self.with_copying(vocabulary, inputs), vocabulary
 
     def scored_tokens(self, inputs: Inputs) -> Tensor:
-        """The tokens whose losses `with_copying` needs, int64 [B, T]: the labels, or all next tokens if retrieval must earn trust."""
+        """The tokens whose losses `with_copying` needs, int64 [B, T]: the labels, or all next tokens if retrieval must
+        earn trust."""
         learns = self.copy_head is not None and self.copy_head.learns_trust(inputs)
         return inputs.following() if learns else inputs.labels
 

@@ -19,8 +19,8 @@ from retro.copying.votes import RowMatches, SourceMatches
 def neighbor_matches(inputs: Inputs, chunk_length: int) -> Matches:
     """Matches in the neighbors of complete chunks: N = B'·U, Q = m, S = K·R.
 
-    Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier tokens of
-    a match are in chunk u too, since a match has at most m tokens here.
+    Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier
+    tokens of a match are in chunk u too, since a match has at most m tokens here.
     """
     m, neighbors = chunk_length, inputs.neighbors
     num_chunks, tokens = neighbors.shape[1], inputs.tokens[: len(neighbors)]
@@ -69,7 +69,8 @@ def _of_step(texts: StepTexts) -> RowMatches | None:
 
 
 def _last_neighbors(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbors [N, K, R] of the last complete chunks and their lengths [N, K]; rows with fewer neighbors have lengths of 0."""
+    """Neighbors [N, K, R] of the last complete chunks and their lengths [N, K]; rows with fewer neighbors have lengths
+    of 0."""
     last: list[Neighbors | None] = [row.neighbors[-1] if row.neighbors else None for row in rows]
     k = max(row.num_neighbors for row in rows)
     r = next(neighbors.tokens.shape[1] for neighbors in last if neighbors is not None)

@@ -73,7 +73,8 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
 
     Args:
         file: of `write_networks`.
-        shapes: of the parameters of all networks, such as `datastore.inner`. A file has all parameters of a network or none.
+        shapes: of the parameters of all networks, such as `datastore.inner`. A file has all parameters of a network or
+            none.
 
     Raises:
         InputError: there is no such file, it is not a safetensors file of this version, lacks a parameter, has another one, another

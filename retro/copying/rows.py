@@ -41,7 +41,8 @@ class Row:
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
-        trust: in each strength of copying, earned by the prompt (`switch.py`). Generated tokens earn none: what was copied would be copied again.
+        trust: in each strength of copying, earned by the prompt (`switch.py`). Generated tokens earn none: what was
+            copied would be copied again.
         copy_strength: see `GenerationSettings`.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
@@ -72,7 +73,8 @@ class Row:
         return [] if last is None else [row[:length] for row, length in zip(last.tokens, last.lengths, strict=True)]
 
     def neighbor_inputs(self) -> dict[str, np.ndarray]:
-        """Neighbors [1, U, K, R] of the complete chunks and their lengths [1, U, K], as in `Inputs`; empty if there are none."""
+        """Neighbors [1, U, K, R] of the complete chunks and their lengths [1, U, K], as in `Inputs`; empty if there are
+        none."""
         if not self.neighbors:
             return {}
         tables = (np.stack([getattr(of_chunk, name) for of_chunk in self.neighbors]) for name in ("tokens", "lengths"))

@@ -3,8 +3,8 @@
     SOURCES (`sources.py`) ─┬─ of_batch ─ evidence, candidates ─► `CopyHead`: training, scoring
                             └─ of_step ── evidence, candidates ─► `StepVotes`: generation, processors
 
-To add a source, write a file with a `CopySource`, and add it to `SOURCES`: nothing else has a list of sources. Letters of the shape
-comments as in `head.py`.
+To add a source, write a file with a `CopySource`, and add it to `SOURCES`: nothing else has a list of sources. Letters
+of the shape comments as in `head.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,8 @@ class StepTexts:
         return put(array, self.device)
 
     def last_tokens(self, most: int | None = None) -> Tensor:
-        """The tokens of each text, or the last ones, as rows that end in the last column: int64 [N, T]; -1 = no token."""
+        """The tokens of each text, or the last ones, as rows that end in the last column: int64 [N, T]; -1 = no
+        token."""
         texts = [history if most is None else history[-most:] for history in self.histories]
         width = max(map(len, texts))
         padded = np.full((len(texts), width), -1, np.int64)
@@ -85,8 +86,8 @@ class CopySource:
 
     Attributes:
         name: of its setting (`model.copy_head.NAME`) and of its weights (`copy_head.NAME.outer`).
-        reads: its network reads the features of the first `reads` sources in the list. A new source is the last one in the list, so earlier
-            networks and their files stay as they are.
+        reads: its network reads the features of the first `reads` sources in the list. A new source is the last one in
+            the list, so earlier networks and their files stay as they are.
         of_retrieval: retrieval OFF removes it, and `copy_strength` scales its odds.
         switched: a text must earn trust in it (`switch.py`).
         is_present: whether a batch has something to copy from.

@@ -1,4 +1,5 @@
-"""The copy head in a decoder: mixes its votes into the logits of the next tokens, and finds what these were copied from."""
+"""The copy head in a decoder: mixes its votes into the logits of the next tokens, and finds what these were copied
+from."""
 
 import math
 from collections.abc import Sequence
@@ -86,11 +87,12 @@ class StepVotes:
         return any(source.name != DATASTORE.name or self._datastore is not None for source in sources)
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
-        """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after them."""
-        inputs = Inputs(row.tokens[None], **row.neighbor_inputs())
+        """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after
+        them."""
+        arrays = Inputs(row.tokens[None], **row.neighbor_inputs())
         if self._head.datastore is not None and self._datastore is not None:
-            inputs = inputs._replace(votes=self._datastore.votes(row.tokens)[None])
-        inputs = inputs.map(lambda array: put(array, self._device))
+            arrays = arrays._replace(votes=self._datastore.votes(row.tokens)[None])
+        inputs = arrays.map(lambda array: put(array, self._device))
         if not self._head.learns_trust(inputs):
             return START
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())

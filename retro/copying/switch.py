@@ -2,19 +2,20 @@
 
     p = sum over strengths s of trust[s] p_s        trust: from the tokens read so far
 
-p_s is the mixture of `head.py` with the log-odds of neighbors and datastore higher by `STRENGTHS[s]`; the last one is retrieval OFF.
-Trust is the posterior of the strengths, if a text may change its kind (fixed share: Herbster and Warmuth 1998, Machine Learning 32):
+p_s is the mixture of `head.py` with the log-odds of neighbors and datastore higher by `STRENGTHS[s]`; the last one is
+retrieval OFF. Trust is the posterior of the strengths, if a text may change its kind (fixed share: Herbster and Warmuth
+1998, Machine Learning 32):
 
     trust[s] <- trust[s] p_s / p                       after each token
     trust    <- trust @ TRANSITIONS
 
-So a text of another kind than the datastore costs little, whatever the votes say: it is at least (1 - `PRIOR`) (1 - `ENTERS`)^tokens times
-as likely as with OFF, 1.6 bits for 1,000 tokens. Text of the datastore's own kind gains, since the gates do not fit every text.
-The switch has no parameters. Training does without, so the gates learn from all tokens.
+So a text of another kind than the datastore costs little, whatever the votes say: it is at least (1 - `PRIOR`) (1 -
+`ENTERS`)^tokens times as likely as with OFF, 1.6 bits for 1,000 tokens. Text of the datastore's own kind gains, since
+the gates do not fit every text. The switch has no parameters. Training does without, so the gates learn from all
+tokens.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from torch import Tensor
 from indexing.store.errors import InputError
 
 STRENGTHS = (0.0, 2.0, -2.0, -1e4)
-"""Added to the log-odds of sources of retrieval. The last one is OFF: finite, since gradients of infinite numbers are not defined."""
+"""Added to the log-odds of sources of retrieval. The last one is OFF: finite, since gradients of infinite numbers are
+not defined."""
 PRIOR = 1 / 8
 """Trust in copying before the first token of a text."""
 ENTERS = 1 / 1024
@@ -43,7 +45,7 @@ TRANSITIONS = (
 )
 
 
-def checked_trust(name: str, trust: Any) -> tuple[float, ...]:
+def checked_trust(name: str, trust: object) -> tuple[float, ...]:
     """The trust in each strength that a caller gives, divided by its sum.
 
     Args:
@@ -63,7 +65,7 @@ def checked_trust(name: str, trust: Any) -> tuple[float, ...]:
     return tuple(float(number) / total for number in numbers)
 
 
-def is_fraction(value: Any) -> bool:
+def is_fraction(value: object) -> bool:
     """Whether a value is a number from 0 to 1. NaN and booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
@@ -71,11 +73,12 @@ def is_fraction(value: Any) -> bool:
 def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
     """Trust in each strength, with which the token after each one is predicted: float32 [B, T, 4].
 
-    The steps are matrices, and their products of all lengths are found by doubling, as in `match_lengths`: 11 products of
-    matrices for 2,048 tokens instead of 2,048 small steps.
+    The steps are matrices, and their products of all lengths are found by doubling, as in `match_lengths`: 11 products
+    of matrices for 2,048 tokens instead of 2,048 small steps.
 
     Args:
-        log_p: log-probabilities of the token after each one with each strength, float32 [B, T, 4]; those of the last are not used.
+        log_p: log-probabilities of the token after each one with each strength, float32 [B, T, 4]; those of the last
+            are not used.
         starts: bool [B, T], True for the first token of each document in its row; None = rows are documents.
     """
     start, steps = log_p.new_tensor(START), log_p.new_tensor(TRANSITIONS)

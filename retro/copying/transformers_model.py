@@ -46,7 +46,8 @@ class TransformersModel(CopyingModel):
         return max(lists, key=len, default=[])
 
     def _read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of tokens [B, T]. An id that the decoder lacks is padding: it follows the text, and is never predicted."""
+        """Logits [B, T, V] of tokens [B, T]. An id that the decoder lacks is padding: it follows the text, and is never
+        predicted."""
         known = tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
         logits: Tensor = self.model(input_ids=known, use_cache=False).logits
         return F.pad(logits, (0, self.settings.vocab_size - logits.shape[-1]), value=-torch.inf)

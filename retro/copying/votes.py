@@ -1,8 +1,8 @@
 """Votes of positions in a text: those of the own context, or of neighbors.
 
-Every source gives the same evidence, for each of `MATCH_LENGTHS`: how many positions vote for the next token after a match at least as
-long, which share of them agrees, and which share votes for the label. Numbers of votes and their shares are not learned. Letters of the
-shape comments as in `head.py`.
+Every source gives the same evidence, for each of `MATCH_LENGTHS`: how many positions vote for the next token after a
+match at least as long, which share of them agrees, and which share votes for the label. Numbers of votes and their
+shares are not learned. Letters of the shape comments as in `head.py`.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from retro.copying.matches import Matches, Windows, counts_by_length, levels
 
 
 class Evidence(NamedTuple):
-    """What a source says about the next token, for each length: float32 [..., L] each. 0 where no position has such a match.
+    """What a source says about the next token, for each length: float32 [..., L] each. 0 where no position has such a
+    match.
 
     Attributes:
         size: 1 + log2 of the number of votes.

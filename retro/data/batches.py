@@ -2,12 +2,12 @@
 
     sample number ─ mixture ─ datastore, index of the sequence in it ─ permutation ─ a run of chunks ─ neighbors by id
 
-Every step is a pure function of the seed and the sample number. So the position in the data is one integer, the order does not
-depend on the number of processes, and resuming needs no state.
+Every step is a pure function of the seed and the sample number. So the position in the data is one integer, the order
+does not depend on the number of processes, and resuming needs no state.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,9 @@ def read_sequences(
     num_chunks: int,
     use: NeighborUse,
     epochs: Sequence[int] = (),
-) -> Inputs:
-    """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text nor labels.
+) -> Inputs[np.ndarray]:
+    """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text
+    nor labels.
 
     Args:
         split: the split of the sequences.
@@ -53,6 +54,8 @@ def read_sequences(
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
+    # [B, U] bool. Every table is gathered for the C = real.sum() chunks only and written through the mask; the rest is
+    # padding.
     real, m = (ids < stop) & ~inside(ids, split.deleted), split.chunk_length
     tokens = np.full((*ids.shape, m), split.pad_id, dtype=np.int64)
     tokens[real] = split.tokens.gather(ids[real])
@@ -72,10 +75,12 @@ def read_sequences(
     if use.k:
         # The documents of a range of chunks are a range of chunks too.
         own = np.stack([starts.min(axis=1), stops.max(axis=1)], axis=1)  # [B, 2]
+        # The chunk that reads a chunk's neighbors is the next one of its row, if it is of the same document.
         followed = np.zeros(ids.shape, dtype=bool)
         followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
         queries = Queries(
             ids=ids[real],
+            # [C, 2]; the range [0, 0) of another split excludes none.
             excluded=np.repeat(own * (split.name == retrieval.own.name), real.sum(axis=1), axis=0),
             tokens=tokens[real],
             lengths=lengths[real],
@@ -97,21 +102,22 @@ def read_sequences(
     )
 
 
-def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
+def join(parts: Sequence[Inputs[np.ndarray]], rows: np.ndarray) -> Inputs[np.ndarray]:
     """Concatenate batches; row i becomes row `rows[i]`."""
-    order = np.argsort(rows)
-    return Inputs(
-        *(None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True))
+    order = np.argsort(rows)  # the inverse of the permutation `rows`
+    joined: Iterator[Any] = (
+        None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True)
     )
+    return Inputs(*joined)
 
 
-def without_single_documents(batch: Inputs) -> Inputs:
+def without_single_documents(batch: Inputs[np.ndarray]) -> Inputs[np.ndarray]:
     """The batch with `documents` None if every row is a single document."""
     several = (batch.documents != batch.documents[:, :1]).any()
     return batch if several else batch._replace(documents=None)
 
 
-def drop_neighbors(batch: Inputs, samples: Sequence[int], retrieval_dropout: float, seed: int) -> None:
+def drop_neighbors(batch: Inputs[np.ndarray], samples: Sequence[int], retrieval_dropout: float, seed: int) -> None:
     """Remove, in place, neighbors and votes of a share of the sequences, drawn by sample number."""
     for row, sample in enumerate(samples):
         if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
@@ -120,18 +126,19 @@ def drop_neighbors(batch: Inputs, samples: Sequence[int], retrieval_dropout: flo
                     values[row] = 0
 
 
-def readers_first(batch: Inputs, num_absent: int) -> Inputs:
-    """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
+def readers_first(batch: Inputs[np.ndarray], num_absent: int) -> Inputs[np.ndarray]:
+    """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has
+    fewer.
 
-    So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes, each of
-    which is compiled once.
+    So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes,
+    each of which is compiled once.
     """
     if batch.neighbors is None or batch.neighbor_lengths is None or num_absent == 0:
         return batch
     reads = batch.neighbor_lengths.any(axis=(1, 2))  # [B]
     if (~reads).sum() < num_absent:
         return batch
-    order = np.argsort(~reads, kind="stable")
+    order = np.argsort(~reads, kind="stable")  # those that read come first, in their order
     readers = order[: len(order) - num_absent]
     return batch.rows(order)._replace(
         neighbors=batch.neighbors[readers], neighbor_lengths=batch.neighbor_lengths[readers]
@@ -143,7 +150,7 @@ def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> n
     batch_size, num_chunks, m = tokens.shape
     text = tokens.reshape(batch_size, num_chunks * m)
     real = (np.arange(m) < lengths[:, :, None]).reshape(text.shape)
-    of_document = np.repeat(documents, m, axis=1)
+    of_document = np.repeat(documents, m, axis=1)  # [B, U] → [B, U m]
     followed = real[:, 1:] & (of_document[:, 1:] == of_document[:, :-1])
     labels = np.full(text.shape, IGNORED_LABEL, dtype=np.int64)
     labels[:, :-1][followed] = text[:, 1:][followed]
@@ -191,8 +198,9 @@ class TrainingData:
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy
+        it."""
         return self._arguments
 
     @property
@@ -227,16 +235,18 @@ class TrainingData:
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
         epoch, position = divmod(earlier, per_epoch)
+        # Each epoch leaves over other chunks, and its sequences begin at other ones.
         spare = total - per_epoch * self.num_chunks
         offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
-        """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:
+        """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no
+        neighbors."""
         return without_single_documents(self.rows(samples, retrieval_dropout))
 
-    def rows(self, samples: Sequence[int], retrieval_dropout: float = 0.0) -> Inputs:
+    def rows(self, samples: Sequence[int], retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:
         """The sequences of some samples, always with `documents`. So a row depends on no other one."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []

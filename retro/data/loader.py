@@ -1,13 +1,14 @@
 """Prepare batches ahead of time: worker processes read them, and pinned memory carries them to the device.
 
-The n-th batch of a run is a pure function of n. So the order does not depend on the number of workers, and resuming at a batch
-needs no state.
+The n-th batch of a run is a pure function of n. So the order does not depend on the number of workers, and resuming at
+a batch needs no state.
 """
 
 import signal
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,7 +18,8 @@ from retro.device import Placement
 
 
 class BatchSource(Protocol):
-    """The source of batches: datastores (`batches.TrainingData`) or examples (`finetuning.example_batches.ExampleData`).
+    """The source of batches: datastores (`batches.TrainingData`) or
+    examples (`finetuning.example_batches.ExampleData`).
 
     A batch is a function of sample numbers. Workers get a pickled source, and open its files themselves.
     """
@@ -26,7 +28,7 @@ class BatchSource(Protocol):
     def fingerprints(self) -> list[str]:
         """Fingerprints of everything that batches depend on, except settings."""
 
-    def batch(self, samples: range, retrieval_dropout: float) -> Inputs:
+    def batch(self, samples: range, retrieval_dropout: float) -> Inputs[np.ndarray]:
         """The batch of these sample numbers; `retrieval_dropout` is the fraction of sequences without neighbors."""
 
     def origin(self, sample: int) -> dict[str, Any]:
@@ -38,7 +40,8 @@ class _Batches(Dataset):
 
     def __init__(self, data: BatchSource, size: int, rows: range, retrieval_dropout: float) -> None:
         self.data, self.size, self.rows, self.retrieval_dropout = data, size, rows, retrieval_dropout
-        # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of batches.
+        # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of
+        # batches.
         self.num_absent = min(max(1, int(len(rows) * retrieval_dropout)), len(rows) - 1) if retrieval_dropout else 0
 
     def __getitem__(self, index: int) -> Inputs:
@@ -47,7 +50,7 @@ class _Batches(Dataset):
         return as_tensors(readers_first(batch, self.num_absent))
 
 
-def as_tensors(batch: Inputs) -> Inputs:
+def as_tensors(batch: Inputs[np.ndarray]) -> Inputs:
     """A batch as tensors that share the arrays' memory."""
     return batch.map(torch.from_numpy)
 
@@ -89,7 +92,8 @@ def load(
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:
-    """Ignore signals in a worker: schedulers and terminals signal all processes, and the last step still needs batches."""
+    """Ignore signals in a worker: schedulers and terminals signal all processes, and the last step still needs
+    batches."""
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -2,8 +2,8 @@
 
     stored neighbors (or random chunks) → without deleted ones and own documents → without near copies (optional) → the first k
 
-Every step is a function of chunk ids, and of the epoch for random chunks. So the neighbors of a chunk do not depend on other
-sequences of the batch.
+Every step is a function of chunk ids, and of the epoch for random chunks. So the neighbors of a chunk do not depend on
+other sequences of the batch.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ class NeighborUse:
     Attributes:
         k: neighbors of each chunk; 0 = none, and without `votes` retrieval OFF.
         source: `nearest`, as stored; or `random`, a control: chunks drawn uniformly from the retrieval set.
-        max_overlap: skip neighbors whose longest run of tokens in common with the chunk, or with the next one, is more than
-            this fraction of its length; 1 = skip none.
+        max_overlap: skip neighbors whose longest run of tokens in common with the chunk, or with the next one, is more
+            than this fraction of its length; 1 = skip none.
         seed: of the random draws, which differ between epochs.
         materialized: read the text from the copy next to the chunk, if there is one.
-        votes: also read the votes of the datastore for each token (`Inputs.votes`). A match that is longer than `max_overlap`
-            of a chunk has none (`indexing.suffixes.votes.within_limit`).
+        votes: also read the votes of the datastore for each token (`Inputs.votes`). A match that is longer
+            than `max_overlap` of a chunk has none (`indexing.suffixes.votes.within_limit`).
         found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
         found_votes: [chunks, m, 32] int64 votes for each token of the split, to use instead of the stored ones.
@@ -60,13 +60,13 @@ class Queries:
 
     Attributes:
         ids: [C] int64 in their split.
-        excluded: [C, 2] int64, chunk ids [first, stop) of the sequence's documents, if they are in the retrieval set. Copies
-            of them in other datastores have other ids: `max_overlap` skips those.
+        excluded: [C, 2] int64, chunk ids [first, stop) of the sequence's documents, if they are in the retrieval set.
+            Copies of them in other datastores have other ids: `max_overlap` skips those.
         tokens: [C, m] int64.
         lengths: [C] int64, tokens without padding.
         followed: [C] bool, True if the next row is the next chunk of the same document.
-        epochs: [C] int64, or one number for all: earlier passes over the data. Random neighbors differ between epochs, because
-            constant ones would identify their chunk and could be memorized.
+        epochs: [C] int64, or one number for all: earlier passes over the data. Random neighbors differ between epochs,
+            because constant ones would identify their chunk and could be memorized.
     """
 
     ids: np.ndarray
@@ -92,7 +92,8 @@ ReadText = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: NeighborUse) -> ReadText:
-    """Make a function that reads the text of neighbors, from their own place or from the copy next to the querying chunk.
+    """Make a function that reads the text of neighbors, from their own place or from the copy next to the querying
+    chunk.
 
     Both return the same. Only the first stored neighbors of a chunk are copied; others are read from their own place.
     """
@@ -106,6 +107,8 @@ def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: Ne
         copied = same.any(axis=1)
         tokens = np.empty((len(ids), 2 * split.chunk_length), dtype=np.int64)
         lengths = np.empty(len(ids), dtype=np.int64)
+        # A chunk's copies [held, R] are read at once, also if several of its neighbors are wanted. Pairs of chunk and
+        # copy then pick the n rows.
         chunks, number = np.unique(rows[copied], return_inverse=True)
         positions = (number.ravel(), same[copied].argmax(axis=1))
         tokens[copied] = split.materialized_tokens.gather(queries.ids[chunks])[positions]
@@ -132,8 +135,8 @@ def choose_neighbors(
         [C, k] int64 ids in the retrieval set; missing neighbors are -1.
     """
     if use.source == "random":
-        # A chunk without nearest neighbors gets random ones too, so that the control never reads less than the model that it is
-        # compared with.
+        # A chunk without nearest neighbors gets random ones too, so that the control never reads less than the model
+        # that it is compared with.
         drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed, queries.epochs)
         candidates = retrieval.ids_at(drawn)
     else:
@@ -147,6 +150,7 @@ def choose_neighbors(
 
 def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int, epochs: np.ndarray | int = 0) -> np.ndarray:
     """Uniform draws from `range(below)`, functions of seed, epoch, chunk id and column: [C] → [C, num_draws] int64."""
+    # Hashes in place of a generator: a draw does not depend on the draws before it, so neither on the batch.
     of_epoch = mix(np.uint64(mix(seed)) + np.atleast_1d(epochs).astype(np.uint64))
     of_chunk = mix(of_epoch ^ ids.astype(np.uint64))
     draws = np.arange(num_draws, dtype=np.uint64)
@@ -161,14 +165,17 @@ def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:
 def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: int, max_overlap: float) -> np.ndarray:
     """Candidates [C, s] with -1 for near copies. Only candidates that would be used are read and compared.
 
-    The paper measures leakage between a chunk and its own neighbors (section 2.7). But the model reads a chunk's neighbors while
-    it predicts the *next* chunk, so a neighbor that contains the next chunk gives the answer away even if it has little in
-    common with its own chunk. The larger overlap decides.
+    The paper measures leakage between a chunk and its own neighbors (section 2.7). But the model reads a chunk's
+    neighbors while it predicts the *next* chunk, so a neighbor that contains the next chunk gives the answer away even
+    if it has little in common with its own chunk. The larger overlap decides.
     """
+    # [C], the row of the next chunk. Where it is of another document its length counts as 0, which overlaps with
+    # nothing.
     following = np.minimum(np.arange(1, len(queries.ids) + 1), len(queries.ids) - 1)
     following_lengths = np.where(queries.followed, queries.lengths[following], 0)
     candidates, tested, depth = candidates.copy(), candidates < 0, k
     while True:
+        # [C, s] each. A round tests the first `depth` candidates that are left, in rows with fewer than k that passed.
         present = candidates >= 0
         lacking = np.cumsum(present & tested, axis=1)[:, -1:] < k
         rows, columns = np.nonzero(present & ~tested & lacking & (np.cumsum(present, axis=1) <= depth))
@@ -186,6 +193,7 @@ def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: 
 
 def first_present(candidates: np.ndarray, k: int) -> np.ndarray:
     """The first k candidates of each row that are not -1: [C, s] → [C, k], filled with -1."""
+    # False sorts before True, and a stable sort leaves the others in their order, best first.
     order = np.argsort(candidates < 0, axis=1, kind="stable")[:, :k]
     chosen = np.take_along_axis(candidates, order, 1)
     return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)

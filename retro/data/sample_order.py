@@ -1,7 +1,7 @@
 """The order of training data, as pure functions of a seed and a sample number.
 
-So the position in the data is one integer, the order does not depend on the number of processes, and no permutation is held in
-memory: a corpus can have more sequences than memory has bytes.
+So the position in the data is one integer, the order does not depend on the number of processes, and no permutation is
+held in memory: a corpus can have more sequences than memory has bytes.
 """
 
 from functools import lru_cache
@@ -14,11 +14,12 @@ _SMALL = 256
 
 
 def permuted(position: int, size: int, seed: int) -> int:
-    """The element at `position` of a pseudo-random permutation of `range(size)`, without computing the whole permutation.
+    """The element at `position` of a pseudo-random permutation of `range(size)`, without computing the whole
+    permutation.
 
-    A four-round Feistel network on the next even number of bits is applied until the result is below `size`, on average fewer
-    than four times. Below about a hundred elements such a network is not uniform over permutations, so small ranges are sorted
-    by random keys.
+    A four-round Feistel network on the next even number of bits is applied until the result is below `size`, on average
+    fewer than four times. Below about a hundred elements such a network is not uniform over permutations, so small
+    ranges are sorted by random keys.
     """
     if size <= _SMALL:
         return _shuffled(size, seed)[position]
@@ -42,8 +43,8 @@ def _shuffled(size: int, seed: int) -> list[int]:
 def mixture(sample: int, weights: tuple[float, ...], seed: int) -> tuple[int, int]:
     """The datastore of a sample, and the number of earlier samples from that datastore.
 
-    Blocks of 1024 samples are divided by the weights, with cumulative rounding so that every prefix of the stream follows the
-    weights, and shuffled.
+    Blocks of 1024 samples are divided by the weights, with cumulative rounding so that every prefix of the stream
+    follows the weights, and shuffled.
     """
     if len(weights) == 1:
         return 0, sample

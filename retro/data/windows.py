@@ -33,7 +33,8 @@ class ScoringWindow:
 def sliding_windows(
     text: int, start: int, stop: int, *, size: int, stride: int, scored: int | None = None
 ) -> Iterator[ScoringWindow]:
-    """Slide a window over positions [start, stop) of a text: every position is scored once, in the first window that has it.
+    """Slide a window over positions [start, stop) of a text: every position is scored once, in the first window that
+    has it.
 
     Args:
         text: number of the text.
@@ -113,11 +114,11 @@ def scored_tokens(split: Split, window: ScoringWindow) -> np.ndarray:
 
 def window_batches(
     split: Split, retrieval: RetrievalSet, windows: Sequence[ScoringWindow], batch_size: int, use: NeighborUse
-) -> Iterator[tuple[list[ScoringWindow], Inputs]]:
+) -> Iterator[tuple[list[ScoringWindow], Inputs[np.ndarray]]]:
     """Yield batches of windows of similar length, padded to the longest one, together with the windows in them.
 
-    Labels of tokens that an earlier window scores are `IGNORED_LABEL`. Neighbors are chosen for each window as for a training
-    sequence; for windows of the split `train`, this excludes neighbors from the window's documents.
+    Labels of tokens that an earlier window scores are `IGNORED_LABEL`. Neighbors are chosen for each window as for a
+    training sequence; for windows of the split `train`, this excludes neighbors from the window's documents.
     """
     m = split.chunk_length
     ordered = sorted(windows, key=lambda window: window.start - window.stop)

@@ -2,11 +2,11 @@
 
     MFU = training FLOPs of a sequence × sequences per second / peak FLOPs per second of the device
 
-FLOPs are those of matrix products, with one for each multiplication and one for each addition (model FLOPs, PaLM, appendix B),
-including encoder and chunked cross-attention. Training takes three times those of a forward pass, since the backward pass has
-two products for each one of the forward pass; frozen weights take less. Attention counts in full, as is customary, although
-causal masks, sliding windows and packed documents hide a part of it. Norms, softmax, rotations, recomputation and the optimizer
-do not count.
+FLOPs are those of matrix products, with one for each multiplication and one for each addition (model FLOPs, PaLM,
+appendix B), including encoder and chunked cross-attention. Training takes three times those of a forward pass, since
+the backward pass has two products for each one of the forward pass; frozen weights take less. Attention counts in full,
+as is customary, although causal masks, sliding windows and packed documents hide a part of it. Norms, softmax,
+rotations, recomputation and the optimizer do not count.
 """
 
 import time
@@ -18,8 +18,8 @@ from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.device import Placement
 from retro.model_settings import ModelSettings
 
-# Dense matrix products in bfloat16 or float16 with float32 accumulation, in TFLOPS from the data sheets, by the name that CUDA
-# reports. Other GPUs (a laptop's, a MIG slice) are measured, since similar names differ by up to a half.
+# Dense matrix products in bfloat16 or float16 with float32 accumulation, in TFLOPS from the data sheets, by the name
+# that CUDA reports. Other GPUs (a laptop's, a MIG slice) are measured, since similar names differ by up to a half.
 _PEAKS = {
     "NVIDIA B200": 2250,
     "NVIDIA H200": 989,
@@ -90,9 +90,10 @@ def training_flops(
 ) -> int:
     """FLOPs of a training step over one sequence: the forward pass, gradients of activations, and gradients of weights.
 
-    Exact if all weights are trained. Without an adapter, gradients of a frozen decoder's activations end at its first chunked
-    cross-attention. With frozen weights the result is a few percent off: it counts gradients of the self-attention of that layer,
-    and one instead of two products for gradients of scores. An adapter's FLOPs do not count.
+    Exact if all weights are trained. Without an adapter, gradients of a frozen decoder's activations end at its first
+    chunked cross-attention. With frozen weights the result is a few percent off: it counts gradients of the
+    self-attention of that layer, and one instead of two products for gradients of scores. An adapter's FLOPs do not
+    count.
 
     Args:
         settings: as in `forward_flops`.
@@ -114,7 +115,8 @@ def training_flops(
 def _attention(
     num_queries: int, num_keys: int, width: int, key_width: int, inner: int, kv_inner: int, num_distances: int
 ) -> int:
-    """FLOPs of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's distances.
+    """FLOPs of one attention: projections of queries, keys, values and output; scores and sums; Transformer-XL's
+    distances.
 
     The projection of distances (W_kR) does not count: it is computed once per batch.
     """
@@ -129,14 +131,16 @@ def peak_flops(placement: Placement) -> float:
         if name in _PEAKS and placement.dtype != torch.float32:
             return _PEAKS[name] * 1e12
         return measured_flops(placement, 8192)
-    # A CPU without instructions for a dtype multiplies at a hundredth of the rate: the large product would take minutes.
+    # A CPU without instructions for a dtype multiplies at a hundredth of the rate: the large product would take
+    # minutes.
     fast = placement.dtype == torch.float32 or (placement.dtype == torch.bfloat16 and has_bfloat16("cpu"))
     return measured_flops(placement, 2048 if fast else 256)
 
 
 def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
     """The best rate of square matrix products in the placement's dtype, in FLOPs per second."""
-    # Random numbers, as a GPU multiplies equal ones faster; of a generator of its own, so that those of the model stay the same.
+    # Random numbers, as a GPU multiplies equal ones faster; of a generator of its own, so that those of the model stay
+    # the same.
     generator = torch.Generator(placement.device).manual_seed(0)
     a = torch.randn(size, size, generator=generator, device=placement.device, dtype=placement.dtype)
     count = 5 if a.is_cuda else 1  # on a GPU, synchronizing after each product would be timed too

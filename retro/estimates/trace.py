@@ -2,8 +2,8 @@
 
     model (layers of each kind) ─ forward ─ backward ─► Storages: bytes that operations create and free ─► Trace, layer by layer
 
-The operations are those of the training step on a CPU. A GPU has kernels for attention and norms that keep fewer tensors
-(`retro/model/kernels.py`). For a GPU, operations that keep the same tensors run in their place.
+The operations are those of the training step on a CPU. A GPU has kernels for attention and norms that keep fewer
+tensors (`retro/model/kernels.py`). For a GPU, operations that keep the same tensors run in their place.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ class Pass:
 class Trace:
     """Bytes of a forward and backward pass without parameters and their gradients.
 
-    The tuples have an item for the embedding, for every layer (the first one with cross-attention runs the encoder), and for the
-    final norm, copy head and loss.
+    The tuples have an item for the embedding, for every layer (the first one with cross-attention runs the encoder),
+    and for the final norm, copy head and loss.
 
     Attributes:
         kept: tensors that are created in the forward pass and remain until the backward pass.
@@ -156,7 +156,8 @@ class Storages(TorchDispatchMode):
 
     Args:
         model: its parameters and their finished gradients do not count.
-        casts_once: whether equal casts of a tensor are one, as in compiled code. Eager autocast makes one for each product.
+        casts_once: whether equal casts of a tensor are one, as in compiled code. Eager autocast makes one for each
+            product.
 
     Attributes:
         phase: of the pass: 0 for the embedding, the number of a layer, or one more for what follows the last layer.
@@ -176,7 +177,7 @@ class Storages(TorchDispatchMode):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._finish_gradient)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its results."""
         results = self._results(function, args, kwargs or {})
         for tensor in tree_leaves(results):

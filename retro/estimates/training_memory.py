@@ -4,8 +4,9 @@
              ├─ pipeline: some of its layers ──────────────────┼─► parameters ─ ZeRO ─► parameters, gradients, optimizer
              └─ data: fewer sequences ─────────────────────────┴─► `trace` ─ checkpointing ─► activations, working
 
-Activations and temporary tensors come from a trace of the pass of one device. States are counted by shape, as the mesh divides
-them. Parameters, gradients and moments (two of AdamW, one of Muon) are float32. Models are on the meta device, so estimates need no memory.
+Activations and temporary tensors come from a trace of the pass of one device. States are counted by shape, as the mesh
+divides them. Parameters, gradients and moments (two of AdamW, one of Muon) are float32. Models are on the meta device,
+so estimates need no memory.
 """
 
 import functools
@@ -33,7 +34,8 @@ class Memory:
         gathered: whole parameters, and gradients of a unit, that it holds during a step in addition to its shards.
         activations: tensors that remain between forward and backward pass.
         working: temporary tensors of the loss or of the backward pass of a layer, and autocast's copies of weights.
-        step: the largest sum of gradients, activations and temporary tensors. While gradients grow, activations are freed.
+        step: the largest sum of gradients, activations and temporary tensors. While gradients grow, activations are
+            freed.
         offloaded: whether the first three are in the host's memory.
     """
 
@@ -91,7 +93,8 @@ def memory_of(
         parallel: parallelism.
         accumulation: forward and backward passes of a step.
         compiled: whether the loss is compiled.
-        muon: whether the optimizer is Muon. While it orthogonalizes a matrix, no activations exist, so the peak does not count it.
+        muon: whether the optimizer is Muon. While it orthogonalizes a matrix, no activations exist, so the peak does
+            not count it.
 
     Raises:
         InputError: the model or the batch cannot be divided this way.
@@ -162,8 +165,8 @@ def _holds_phase(settings: ModelSettings, phase: int, parallel: ParallelSettings
 def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[Held]]:
     """The parameters of a process before ZeRO shards them, by the unit in which they are gathered.
 
-    Units are the matrices of attention and feed-forward of a layer, of experts that processes share, of a CCA and of the encoder,
-    the encoder's own table, and (empty name) the rest.
+    Units are the matrices of attention and feed-forward of a layer, of experts that processes share, of a CCA and of
+    the encoder, the encoder's own table, and (empty name) the rest.
 
     Raises:
         InputError: the model cannot be divided this way.
@@ -235,13 +238,15 @@ def _check_experts(settings: ModelSettings, parallel: ParallelSettings) -> None:
 
 
 def _with_own_experts(settings: ModelSettings, parallel: ParallelSettings) -> ModelSettings:
-    """A model with the activations of a process that holds some of the experts: it has fewer, proportionally longer queues."""
+    """A model with the activations of a process that holds some of the experts: it has fewer, proportionally longer
+    queues."""
     own = settings.experts.num_experts // parallel.expert
     return updated(settings, {"experts.num_experts": own}) if own >= max(2, settings.experts.per_token) else settings
 
 
 def _gathered_bytes(units: dict[str, list[Held]], parallel: ParallelSettings, *, narrow: bool) -> int:
-    """Bytes of gathered parameters: all, or with ZeRO-3 the current unit, the next one and the rest; and of a unit's gradient.
+    """Bytes of gathered parameters: all, or with ZeRO-3 the current unit, the next one and the rest; and of a unit's
+    gradient.
 
     Without ZeRO, FSDP2's `replicate` computes with a copy of all parameters. Gradients are reduced in float32.
     """
@@ -269,9 +274,10 @@ def sent_bytes(
 ) -> int:
     """Bytes that a process sends in a step to sum gradients and gather parameters.
 
-    Of X bytes, a reduce-scatter and an all-gather over N processes in a ring send X (N - 1) / N bytes each, an all-reduce twice as
-    many. ZeRO-0 and -1 reduce once per step, ZeRO-2 and -3 in every pass. ZeRO-0 gathers gradients, ZeRO-1 and -2 parameters once
-    per step, ZeRO-3 twice in every pass. Activations that tensor and pipeline parallelism send do not count.
+    Of X bytes, a reduce-scatter and an all-gather over N processes in a ring send X (N - 1) / N bytes each, an
+    all-reduce twice as many. ZeRO-0 and -1 reduce once per step, ZeRO-2 and -3 in every pass. ZeRO-0 gathers gradients,
+    ZeRO-1 and -2 parameters once per step, ZeRO-3 twice in every pass. Activations that tensor and pipeline parallelism
+    send do not count.
 
     Args:
         settings: of the model.

@@ -3,8 +3,8 @@
     answer, right answers → normalized → equal? (exact match)   shared words or characters → precision, recall (F1)
 
 English follows SQuAD's evaluation (Rajpurkar et al. 2016): it ignores case, punctuation and articles; F1 is over words.
-Chinese follows CMRC 2018's evaluation (Cui et al. 2019): it ignores punctuation; F1 is over characters (over words for other
-scripts) and counts the characters of the longest common run.
+Chinese follows CMRC 2018's evaluation (Cui et al. 2019): it ignores punctuation; F1 is over characters (over words for
+other scripts) and counts the characters of the longest common run.
 """
 
 import re

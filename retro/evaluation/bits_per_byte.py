@@ -172,8 +172,8 @@ def compare(measured: SetResult, reference: SetResult, seed: int = 0, rounds: in
         rounds: samples of the bootstrap.
 
     Returns:
-        the difference (negative = fewer bits), and its 2.5% and 97.5% quantiles in a bootstrap over documents. With a single
-        document both quantiles equal the difference: there is no interval.
+        the difference (negative = fewer bits), and its 2.5% and 97.5% quantiles in a bootstrap over documents. With a
+        single document both quantiles equal the difference: there is no interval.
     """
     assert measured.bytes == reference.bytes, "not the same tokens"
     ratio, low, high = _bootstrap(measured, reference.nats_by_document, seed, rounds)

@@ -3,14 +3,15 @@
     documents ─ hash in [0, 1) ─ below the fraction? ─ embeddings of their chunks ─ exhaustive search ─ merged with the
                                                                                   neighbors in smaller fractions
 
-A document belongs to every fraction above its hash, so a larger fraction contains the smaller ones. For each fraction only the
-documents that the previous one lacks are searched, and the results are merged: all fractions together cost one search of the
-largest. Memory does not depend on the size of the datastore: a block of embeddings and the candidates of each held-out chunk.
-With `neighbors.rerank = "tokens"`, the candidates in each fraction are then ordered by shared tokens, like the stored neighbors.
+A document belongs to every fraction above its hash, so a larger fraction contains the smaller ones. For each fraction
+only the documents that the previous one lacks are searched, and the results are merged: all fractions together cost one
+search of the largest. Memory does not depend on the size of the datastore: a block of embeddings and the candidates of
+each held-out chunk. With `neighbors.rerank = "tokens"`, the candidates in each fraction are then ordered by shared
+tokens, like the stored neighbors.
 
-Neighbors by n-grams depend on how many chunks hold an n-gram. So the lists of each fraction are written to a temporary folder, and
-searched like those of a datastore. Sorted prefixes stay in order when documents are left out: those of each fraction are written to
-a temporary folder too, and the longest match of every held-out token is looked for there.
+Neighbors by n-grams depend on how many chunks hold an n-gram. So the lists of each fraction are written to a temporary
+folder, and searched like those of a datastore. Sorted prefixes stay in order when documents are left out: those of each
+fraction are written to a temporary folder too, and the longest match of every held-out token is looked for there.
 """
 
 import tempfile
@@ -51,7 +52,8 @@ class PartialDatastore:
     Attributes:
         fraction: fraction of the documents.
         documents, chunks: numbers of documents and chunks in the fraction.
-        found: [n, k] int64 ids of the retrieval set, best first, -1 = missing; for `NeighborUse.found`. None: not searched.
+        found: [n, k] int64 ids of the retrieval set, best first, -1 = missing; for `NeighborUse.found`. None: not
+            searched.
         votes: [n, m, 32] int64 votes for each token; for `NeighborUse.found_votes`. None: not searched.
     """
 
@@ -122,8 +124,9 @@ def search_fractions(
 ) -> Iterator[PartialDatastore]:
     """Find the neighbors in growing fractions of the datastores that an evaluation set retrieves from.
 
-    Like the stored neighbors, the results exclude near copies (`neighbors.max_overlap`) and deleted documents, and they have the
-    order `neighbors.rerank`. Held-out documents are not in the training split, so a chunk's own document needs no exclusion.
+    Like the stored neighbors, the results exclude near copies (`neighbors.max_overlap`) and deleted documents, and they
+    have the order `neighbors.rerank`. Held-out documents are not in the training split, so a chunk's own document needs
+    no exclusion.
 
     Args:
         evaluation_set: its datastore's embeddings are searched, and those of `neighbors.extra_datastores`.
@@ -138,8 +141,8 @@ def search_fractions(
         one `PartialDatastore` for each fraction, smallest first.
 
     Raises:
-        InputError: the datastore has no embeddings, a datastore that it retrieves from cannot be opened or lacks n-grams, or the
-            stored neighbors were found by terms.
+        InputError: the datastore has no embeddings, a datastore that it retrieves from cannot be opened or lacks
+            n-grams, or the stored neighbors were found by terms.
     """
     datastore = evaluation_set.datastore
     datastore.require("embed")
@@ -154,7 +157,8 @@ def search_fractions(
 
 
 def points_of(documents: np.ndarray, datastore_index: int, seed: int) -> np.ndarray:
-    """Return the hashes in [0, 1), float64, of documents [n] int64 of one datastore of the retrieval set (`datastore_index`)."""
+    """Return the hashes in [0, 1), float64, of documents [n] int64 of one datastore of the retrieval set
+    (`datastore_index`)."""
     bits = mix(mix(mix(seed) ^ datastore_index) ^ documents.astype(np.uint64))
     return (bits >> np.uint64(11)) / 2.0**53  # 53 bits are exact in float64, so no value is rounded up to 1
 
@@ -244,8 +248,8 @@ class _Search:
             yield *rows, QueryChunks(to_float32(self.split.embeddings.read(*rows)), tokens)
 
     def _parts(self, low: float, high: float) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Yield chunks of documents whose hashes are in [low, high), block by block: the number of the datastore, their ids [n], and the
-        number of these documents."""
+        """Yield chunks of documents whose hashes are in [low, high), block by block: the number of the datastore, their
+        ids [n], and the number of these documents."""
         for number, train in enumerate(self.retrieval.splits):
             for start in range(0, train.num_chunks, _BLOCK_CHUNKS):
                 ids = np.arange(start, min(start + _BLOCK_CHUNKS, train.num_chunks), dtype=np.int64)

@@ -2,8 +2,9 @@
 
     documents → sliding windows → batches → nats of every token → `SetResult`
 
-ON and OFF use the same weights; OFF reads no neighbors. The model reads a batch once for all uses with which its activations
-are equal: copying changes its predictions afterwards. The run, the verbs, the demos and the benchmarks score with `Evaluator`.
+ON and OFF use the same weights; OFF reads no neighbors. The model reads a batch once for all uses with which its
+activations are equal: copying changes its predictions afterwards. The run, the verbs, the demos and the benchmarks
+score with `Evaluator`.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ class Evaluator:
         placement: device and precision.
         settings: window (see `in_windows_of`), stride, number of tokens, batch size.
         name: of the model, if there are several.
-        token_losses_of: computes the losses of a batch, for a model that is distributed over processes; None = the model does.
+        token_losses_of: computes the losses of a batch, for a model that is distributed over processes; None = the
+            model does.
         progress: shows the scored tokens.
         on_result: receives each measurement as soon as it is finished.
     """
@@ -150,7 +152,7 @@ class Evaluator:
 
     def _batches(
         self, evaluation_set: EvaluationSet, uses: Sequence[NeighborUse], windows: Iterable[ScoringWindow]
-    ) -> Iterator[tuple[list[ScoringWindow], list[tuple[Inputs, float]]]]:
+    ) -> Iterator[tuple[list[ScoringWindow], list[tuple[Inputs[np.ndarray], float]]]]:
         """Yield batches of windows: the inputs with each use, and the seconds in which they were read."""
         split, datastore, remaining = evaluation_set.split, evaluation_set.datastore, iter(windows)
         retrieval = [RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,)) for use in uses]
@@ -162,7 +164,9 @@ class Evaluator:
             for reads in zip(*readers, strict=True):  # equal windows, with other neighbors and votes
                 yield reads[0][0], [(inputs, seconds) for _, inputs, seconds in reads]
 
-    def _score(self, batches: Sequence[tuple[Inputs, float]], advance: Advance) -> list[tuple[np.ndarray, float]]:
+    def _score(
+        self, batches: Sequence[tuple[Inputs[np.ndarray], float]], advance: Advance
+    ) -> list[tuple[np.ndarray, float]]:
         """Nats of the tokens of a batch with each use, and the seconds that each takes alone.
 
         Nats are [B, T] float32 at the token, NaN for those that are not scored.
@@ -223,8 +227,8 @@ class _Sums:
 
 
 def _timed(
-    batches: Iterator[tuple[list[ScoringWindow], Inputs]],
-) -> Iterator[tuple[list[ScoringWindow], Inputs, float]]:
+    batches: Iterator[tuple[list[ScoringWindow], Inputs[np.ndarray]]],
+) -> Iterator[tuple[list[ScoringWindow], Inputs[np.ndarray], float]]:
     """Yield batches with the seconds in which each was read."""
     while True:
         started = time.perf_counter()
@@ -261,7 +265,8 @@ def window_and_stride(settings: EvaluationSettings, m: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _counted_by_layer(layers: Iterable[nn.Module], tokens: int, advance: Advance) -> Iterator[None]:
-    """Advance inside of a batch, which takes a CPU up to a minute: an equal part of its tokens after each layer, the rest at the end.
+    """Advance inside of a batch, which takes a CPU up to a minute: an equal part of its tokens after each layer, the
+    rest at the end.
 
     Args:
         layers: modules that run one after the other. If they run more than once, only the first times count.

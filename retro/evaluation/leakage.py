@@ -1,4 +1,5 @@
-"""Leakage of held-out text from the datastore: by exact search where it has votes, else from neighbors (paper, sections 2.6 and 2.7).
+"""Leakage of held-out text from the datastore: by exact search where it has votes, else from neighbors (paper, sections
+2.6 and 2.7).
 
 votes: longest match of a document, or before a token, in all training documents → bits-per-byte by bands of its length
 neighbors: chunk C, its nearest neighbors [N, F] → s, the longest token run common to C and one of them → r(C) = s/m
@@ -79,8 +80,8 @@ def longest_matches(
 ) -> LongestMatches | None:
     """The longest matches of a set, in bands of their length; None if not all text that models read votes.
 
-    Votes are searched in the datastore itself only. With `neighbors.extra_datastores` they would miss copies that models read, and
-    after an append copies in the appended documents.
+    Votes are searched in the datastore itself only. With `neighbors.extra_datastores` they would miss copies that
+    models read, and after an append copies in the appended documents.
 
     Args:
         evaluation_set: the set.
@@ -117,7 +118,8 @@ def leakage_of(
     source: Datastore | None = None,
     advance: Advance = lambda _: None,
 ) -> np.ndarray:
-    """Compute r(C) of chunks: the longest token run that a chunk shares with one of its nearest neighbors, over its length.
+    """Compute r(C) of chunks: the longest token run that a chunk shares with one of its nearest neighbors, over its
+    length.
 
     Leakage depends on the text and the search, not on the model: it always uses the stored nearest neighbors, whichever
     neighbors a model reads.
@@ -156,7 +158,8 @@ def leakage_of(
 
 
 def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
-    """Raise InputError if a datastore has neither votes nor neighbors, or its sizes show that its chunks differ from the set's."""
+    """Raise InputError if a datastore has neither votes nor neighbors, or its sizes show that its chunks differ from
+    the set's."""
     if not _is_searched(source):
         source.require("neighbors")
     manifest, other = evaluation_set.datastore.manifest, source.manifest

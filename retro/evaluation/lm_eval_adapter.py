@@ -2,10 +2,10 @@
 
     requests of tasks → tokens after the beginning-of-document token → LanguageModel.score, generate → log-likelihoods, texts
 
-Importing this module registers the model; `python -m retro.evaluation.lm_eval_adapter …` runs lm-eval's command line with it. The
-adapter follows lm-eval's client for OpenAI's API (`local-completions`), so both give the same results: it tokenizes context and
-continuation together, truncates long requests at the beginning, scores whole texts in windows that overlap by one token, and
-puts the beginning-of-document token in front of every text without it.
+Importing this module registers the model; `python -m retro.evaluation.lm_eval_adapter …` runs lm-eval's command line
+with it. The adapter follows lm-eval's client for OpenAI's API (`local-completions`), so both give the same results: it
+tokenizes context and continuation together, truncates long requests at the beginning, scores whole texts in windows
+that overlap by one token, and puts the beginning-of-document token in front of every text without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,8 @@ class RetroLM(TemplateLM):
         datastore: datastore for retrieval; empty = the first datastore of the training run.
         retrieval: `on` or `off`.
         k: number of neighbors of each chunk.
-        max_length: tokens of context and continuation, including the beginning-of-document token; 0 = the length of training.
+        max_length: tokens of context and continuation, including the beginning-of-document token; 0 = the length of
+            training.
         batch_size: number of sequences in a batch.
         device: `auto`, `cpu`, `cuda` …
         max_batch_size: ignored; lm-eval passes it.
@@ -101,7 +102,7 @@ class RetroLM(TemplateLM):
         fingerprints = {"checkpoint": model.checkpoint.fingerprint, "datastore": source}
         return {"fingerprints": fingerprints, "retrieval": "on" if self.k else "off", "k": self.k}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Tokenize without special tokens; `add_special_tokens` is ignored."""
         return self.language_model.tokenizer.encode(string).tolist()
 
@@ -132,9 +133,10 @@ class RetroLM(TemplateLM):
         return texts
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """Return for each (key, context, continuation) the log-likelihood of the continuation, and True if greedy decoding gives it."""
+        """Return for each (key, context, continuation) the log-likelihood of the continuation, and True if greedy
+        decoding gives it."""
         out: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda n: -len(requests[n][1]) - len(requests[n][2]))
         with tqdm(total=len(requests), desc="score", disable=disable_tqdm) as bar:

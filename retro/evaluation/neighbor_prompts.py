@@ -1,14 +1,15 @@
-"""Prompts for question answering with passages as neighbors (paper, section 4.3): questions and passages → token arrays.
+"""Prompts for question answering with passages as neighbors (paper, section 4.3): questions and passages → token
+arrays.
 
     question ─► "question: …⏎answer:", padded in front to whole chunks ─► the prompt; its last chunk retrieves
     passages ─► "title: …, source: …", each truncated to r = 2m tokens ─► neighbors of the prompt's chunks
     answer   ─► " …" and the end of the document                       ─► the text after the prompt: learned or generated
 
-A passage is a retrieved chunk with its continuation, like every neighbor, after the title of its document. In Chinese the
-words are 问题：…⏎答案：, and 标题：…，来源：…
+A passage is a retrieved chunk with its continuation, like every neighbor, after the title of its document. In Chinese
+the words are 问题：…⏎答案：, and 标题：…，来源：…
 
-The paper pads on the left. Here the padding consists of line ends after the beginning-of-document token, because pretraining
-never reads padding tokens.
+The paper pads on the left. Here the padding consists of line ends after the beginning-of-document token, because
+pretraining never reads padding tokens.
 """
 
 from collections.abc import Sequence
@@ -100,7 +101,8 @@ class QuestionFormat:
 def continuation(tokenizer: Tokenizer, before: str, text: str) -> np.ndarray:
     """Return the tokens [t] int64 of a text that follows another text.
 
-    Encodes both together if this keeps the tokens of the first text, because some tokenizers put a space in front of every text.
+    Encodes both together if this keeps the tokens of the first text, because some tokenizers put a space in front of
+    every text.
     """
     start, whole = tokenizer.encode(before), tokenizer.encode(before + text)
     keeps_start = np.array_equal(whole[: len(start)], start)
@@ -123,7 +125,8 @@ def find_passages(
         questions: their texts are the queries.
         k: number of passages for each question.
         retrieval: how passages are found.
-        positives_first: put the documents in the question's `positive_ids` first, from their beginning, whether found or not.
+        positives_first: put the documents in the question's `positive_ids` first, from their beginning, whether found
+            or not.
         advance: called with numbers of processed questions.
 
     Raises:

@@ -80,8 +80,9 @@ def evaluate_texts(
 ) -> list[Row]:
     """Measure texts with a model that was opened with its datastore: a row for each path, as plain values.
 
-    A row has `set`, `path`, where its `windows` are from, the fingerprint of the searched `datastore`, `results` (OFF, and ON
-    with the largest k) and `changes` as those of held-out sets, and `worst`, the document whose bits grow most in percent.
+    A row has `set`, `path`, where its `windows` are from, the fingerprint of the searched `datastore`, `results` (OFF,
+    and ON with the largest k) and `changes` as those of held-out sets, and `worst`, the document whose bits grow most
+    in percent.
 
     Args:
         model: a model with retrieval.
@@ -124,7 +125,8 @@ def sample_texts(
     def note(problem: CorpusProblem) -> None:
         problems.setdefault(problem.kind, problem)
 
-    # Of the sample, the largest hash first. A document whose hash is not below the limit would exceed the number of tokens.
+    # Of the sample, the largest hash first. A document whose hash is not below the limit would exceed the number of
+    # tokens.
     sample, tokens, limit = list[tuple[int, int, SampledText]](), 0, 1 << 64
     number = 0
     for file in files:
@@ -198,7 +200,8 @@ def _num_bytes(text: SampledText, tokenizer: Tokenizer) -> int:
 def score_texts(
     model: LanguageModel, name: str, texts: Sequence[SampledText], k: int, batch_size: int, progress: Progress
 ) -> tuple[SetResult, SetResult]:
-    """Score texts with retrieval OFF, and with k neighbors and the votes of the datastore. The speed is of both together."""
+    """Score texts with retrieval OFF, and with k neighbors and the votes of the datastore. The speed is of both
+    together."""
     settings, tokens = model.model.settings, sum(len(text.tokens) - 1 for text in texts)
     ways = (0, False), (k if settings.retrieves else 0, bool(settings.copy_head.datastore))
     started, nats = time.perf_counter(), (list[float](), list[float]())

@@ -1,4 +1,5 @@
-"""Held-out passages colored by what retrieval brings to each token, with the sources that runs of tokens were copied from.
+"""Held-out passages colored by what retrieval brings to each token, with the sources that runs of tokens were copied
+from.
 
 chunks by their gain ─► near three quantiles ─► `choose_passages` ─► token gains, copied runs
 runs copied from one neighbor, or from a place in the datastore ─► pieces of text and sources, for a terminal or a page
@@ -98,7 +99,8 @@ class DatastoreRun:
 
 
 def copied_runs(passage: Passage) -> list[CopiedRun]:
-    """Runs of tokens, most of whose probability comes from successive tokens of one neighbor; in order, longest possible."""
+    """Runs of tokens, most of whose probability comes from successive tokens of one neighbor; in order, longest
+    possible."""
     runs: list[CopiedRun] = []
     for at in np.flatnonzero((passage.copied >= _COPIED) & (passage.neighbors >= 0)).tolist():
         neighbor, position, last = int(passage.neighbors[at]), int(passage.positions[at]), runs[-1] if runs else None
@@ -112,7 +114,8 @@ def copied_runs(passage: Passage) -> list[CopiedRun]:
 def datastore_runs(passage: Passage, index: SuffixIndex) -> list[DatastoreRun]:
     """Runs of tokens, most of whose probability comes from the whole datastore, each with a place; in order.
 
-    A run whose tokens come from several places is several runs. Of several documents, one that has another run is taken.
+    A run whose tokens come from several places is several runs. Of several documents, one that has another run is
+    taken.
     """
     text = np.concatenate([passage.before[-LONGEST:], passage.tokens])
     first, runs, documents = len(text) - len(passage.tokens), list[DatastoreRun](), set[str]()
@@ -149,7 +152,8 @@ class Piece:
 
     @property
     def shade(self) -> int:
-        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same, or only blanks."""
+        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same, or only
+        blanks."""
         if self.text.isspace():
             return 0
         return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
@@ -216,7 +220,8 @@ def colored(
 ) -> ColoredPassage:
     """A passage as text: pieces with their gains, and the sources with the copied parts marked.
 
-    Sources are the neighbors, and with the sorted prefixes `index` the documents of the whole datastore that were copied from.
+    Sources are the neighbors, and with the sorted prefixes `index` the documents of the whole datastore that were
+    copied from.
     """
     before, text, ends = _text_of(passage, tokenizer)
     runs, placed = copied_runs(passage), [] if index is None else datastore_runs(passage, index)
@@ -234,7 +239,8 @@ def colored(
 
 
 def _text_of(passage: Passage, tokenizer: Tokenizer) -> tuple[str, str, list[int]]:
-    """The end of the text before a passage, its own text, and `token_ends` of its tokens. A character of both is of the passage."""
+    """The end of the text before a passage, its own text, and `token_ends` of its tokens. A character of both is of the
+    passage."""
     context = passage.before[-_BEFORE:]
     text, ends = token_ends(tokenizer.decode_batch, np.concatenate([context, passage.tokens]))
     border = ends[len(context) - 1] if len(context) else 0
@@ -286,7 +292,8 @@ def _excerpts(runs: Sequence[DatastoreRun], split: Split, tokenizer: Tokenizer) 
 
 
 def _pieces(passage: Passage, text: str, ends: list[int], numbers: dict[int, tuple[int, int]]) -> Iterator[Piece]:
-    """The text in pieces; line breaks and indentation around a word are pieces without gain. `numbers`: end of a run -> start, number of its source."""
+    """The text in pieces; line breaks and indentation around a word are pieces without gain. `numbers`: end of a run ->
+    start, number of its source."""
     groups = [(start, stop, slice(*characters(ends, start, stop))) for start, stop in character_groups(ends)]
     named = {}
     for run_stop, (run_start, number) in numbers.items():

@@ -42,9 +42,10 @@ def evaluate_checkpoints(
 ) -> Row:
     """Everything that `retro eval perplexity` measures, as plain values.
 
-    `results` and `changes`: rows over all tokens; `matches`: the same for each set and band of the longest match of a document and
-    before a token, and `longest_matches`: that of each document; `leakage`, of sets without votes: the same for each set and t, with α
-    and the fraction of chunks; `datastore_fractions`: size, results and changes for each set and fraction.
+    `results` and `changes`: rows over all tokens; `matches`: the same for each set and band of the longest match of a
+    document and before a token, and `longest_matches`: that of each document; `leakage`, of sets without votes: the
+    same for each set and t, with α and the fraction of chunks; `datastore_fractions`: size, results and changes for
+    each set and fraction.
 
     Args:
         checkpoints: the model, and the one to compare with. All use the windows and the precision of the first one.
@@ -95,7 +96,8 @@ def evaluate_checkpoints(
 
 
 def level(labels: Row, results: Sequence[SetResult | None], seed: int) -> Row:
-    """Results, and changes in percent of bits per byte; low to high holds 95% of bootstraps. None: that part has no text.
+    """Results, and changes in percent of bits per byte; low to high holds 95% of bootstraps. None: that part has no
+    text.
 
     ON is compared with OFF of the first model; its OFF and ON with the second model of the same k, or else its OFF.
     """
@@ -112,7 +114,7 @@ def level(labels: Row, results: Sequence[SetResult | None], seed: int) -> Row:
     return labels | {"results": [{"model": row.model} | row.as_json() for row in rows], "changes": changes}
 
 
-# --- by copies in the datastore ----------------------------------------------------------------------------------------
+# --- by copies in the datastore ---------------------------------------------------------------------------------------
 
 
 def _by_copies(
@@ -122,7 +124,8 @@ def _by_copies(
     source: Datastore | None,
     progress: Progress,
 ) -> dict[str, list[Row]]:
-    """`matches` and `longest_matches` if the datastore has votes, `leakage` if it has neighbors; nothing if neither is wanted."""
+    """`matches` and `longest_matches` if the datastore has votes, `leakage` if it has neighbors; nothing if neither is
+    wanted."""
     if not settings.leakage_tokens:
         return {}
     name, chunks = evaluation_set.name, results[0].token_scores.chunks
@@ -178,11 +181,12 @@ def _leakage_levels(
         yield level({"set": name} | labels, [result.part(chunks) for result in results], settings.seed)
 
 
-# --- by size of the datastore ------------------------------------------------------------------------------------------
+# --- by size of the datastore -----------------------------------------------------------------------------------------
 
 
 def check_fractions(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> None:
-    """Raise InputError if fractions are set and no model reads the datastore, or one was trained with random neighbors."""
+    """Raise InputError if fractions are set and no model reads the datastore, or one was trained with random
+    neighbors."""
     if not settings.datastore_fractions:
         return
     retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieves]
@@ -208,7 +212,8 @@ def _by_fraction(
     settings: PerplexitySettings,
     device: str,
 ) -> Iterator[Row]:
-    """Measure retrieval ON with neighbors and votes from each fraction of the datastore, in ascending order, and add OFF."""
+    """Measure retrieval ON with neighbors and votes from each fraction of the datastore, in ascending order, and add
+    OFF."""
     off = [result for result in results if result.retrieval == "OFF"]
     num_chunks = evaluation_set.split.chunk_range(int(off[0].token_scores.documents[-1]))[1]
     parts = _search(evaluation_set, num_chunks, models, settings, device)
@@ -248,11 +253,12 @@ def _search(
         return [replace(parts[0], votes=parts[-1].votes) for parts in zip(*searches, strict=True)]
 
 
-# --- what is measured --------------------------------------------------------------------------------------------------
+# --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def neighbor_use_of(checkpoint: Checkpoint, settings: PerplexitySettings) -> NeighborUse:
-    """How a model's neighbors are chosen: as in its run, except for `settings.max_overlap`. A control keeps random ones."""
+    """How a model's neighbors are chosen: as in its run, except for `settings.max_overlap`. A control keeps random
+    ones."""
     rules = checkpoint.neighbor_rules | ({} if settings.max_overlap is None else {"max_overlap": settings.max_overlap})
     return DataSettings(**rules).neighbor_use
 
@@ -291,7 +297,8 @@ def settings_of(
 
 
 def rules_of(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> str:
-    """How the neighbors of each model are chosen, a line for each; also for those that read none, since `--k` changes nothing there."""
+    """How the neighbors of each model are chosen, a line for each; also for those that read none, since `--k` changes
+    nothing there."""
 
     def rule(checkpoint: Checkpoint) -> str:
         if checkpoint.model.retrieves:

@@ -44,8 +44,8 @@ def open_model(
     Retrieval ON searches the passages, or without passages the datastore of the training run.
 
     Raises:
-        InputError: a path cannot be opened, the passages do not fit retrieval ON, or passages as neighbors are set without
-            a datastore of passages.
+        InputError: a path cannot be opened, the passages do not fit retrieval ON, or passages as neighbors are set
+            without a datastore of passages.
     """
     opened = open_checkpoint(checkpoint)
     if settings.neighbor_passages and passages is None and opened.model.retrieves:
@@ -103,8 +103,8 @@ class QuestionMode:
     """How questions are asked.
 
     Attributes:
-        prompt: `lines`: a line for each passage, question and answer; `chat`: the same in the model's chat template; `paper`: the
-            paper's prompt with the question only.
+        prompt: `lines`: a line for each passage, question and answer; `chat`: the same in the model's chat
+            template; `paper`: the paper's prompt with the question only.
         passages: number of passages in the prompt.
         k: neighbors of each chunk, searched with the chunk.
         neighbors: passages, searched with the question, that all chunks read instead.
@@ -119,7 +119,8 @@ class QuestionMode:
 
     @property
     def name(self) -> str:
-        """`closed book`, or the open parts: `passages in the prompt, ON k=2`, `paper's prompt, 20 passages as neighbors`."""
+        """`closed book`, or the open parts: `passages in the prompt, ON k=2`,
+        `paper's prompt, 20 passages as neighbors`."""
         parts = ["passages in the prompt"] if self.passages else []
         parts += [f"ON k={self.k}"] if self.k else []
         parts += [f"{self.neighbors} passages as neighbors"] if self.neighbors else []
@@ -131,8 +132,8 @@ _PROMPT_NAMES = {"lines": (), "chat": ("chat",), "paper": ("paper's prompt",)}
 
 
 class ModePrompts(NamedTuple):
-    """All questions in one mode: tokens of each prompt, its given neighbors, the texts of its passages, and the tokens that end
-    an answer in addition to the end of the document."""
+    """All questions in one mode: tokens of each prompt, its given neighbors, the texts of its passages, and the tokens
+    that end an answer in addition to the end of the document."""
 
     mode: QuestionMode
     prompts: list[np.ndarray]
@@ -142,7 +143,8 @@ class ModePrompts(NamedTuple):
 
 
 Rankings = dict[bool, list[list[Passage]]]
-"""The passages of each question, best first, as found (False), and with those first that the question names (True: gold)."""
+"""The passages of each question, best first, as found (False), and with those first that the question names (True:
+gold)."""
 
 
 def found_passages(
@@ -237,7 +239,8 @@ def _in_lines(
 def _as_neighbors(
     form: QuestionFormat, ranked: Sequence[Sequence[Passage]], count: int
 ) -> tuple[GivenNeighbors, list[list[str]]]:
-    """The first passages of each question as neighbors, and their texts: passages may be cut off, so these are decoded."""
+    """The first passages of each question as neighbors, and their texts: passages may be cut off, so these are
+    decoded."""
     given = [form.neighbors(row, count) for row in ranked]
     read = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
     return given, [form.tokenizer.decode_batch(rows) for rows in read]
@@ -270,8 +273,8 @@ class Answered:
         mode: how the questions were asked.
         answers: [n] texts.
         exact_match, f1: [n] float64 of each.
-        answer_in_passages: fraction of the questions with a right answer in the passages, the upper bound of a model that only
-            copies; None: no passages.
+        answer_in_passages: fraction of the questions with a right answer in the passages, the upper bound of a model
+            that only copies; None: no passages.
     """
 
     mode: QuestionMode

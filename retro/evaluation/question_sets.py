@@ -1,4 +1,5 @@
-"""Reader for question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the documents with an answer.
+"""Reader for question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the documents with an
+answer.
 
 {"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
 """
@@ -6,7 +7,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from indexing.corpus.json_lines import read_json_lines
 from indexing.store.errors import InputError
@@ -47,7 +47,7 @@ def read_numbered_questions(path: Path) -> Iterator[tuple[int, Question]]:
         yield line, _question(f"{path}:{line}", line, row)
 
 
-def _question(where: str, line: int, row: Any) -> Question:
+def _question(where: str, line: int, row: object) -> Question:
     if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
         raise InputError(
             f'{where} has no "question". Each line is an object with "question" (text) and "answers" (texts); "positive_ids" '

@@ -108,7 +108,8 @@ def measure(
 
 
 def ranks_of(documents: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the ranks [right] float64, from 1, of the right documents among those of the hits [n], which may repeat; +inf = not found."""
+    """Return the ranks [right] float64, from 1, of the right documents among those of the hits [n], which may repeat;
+    +inf = not found."""
     order = list(dict.fromkeys(documents.tolist()))
     return np.array([order.index(document) + 1 if document in order else np.inf for document in right.tolist()])
 

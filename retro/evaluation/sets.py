@@ -80,7 +80,8 @@ class EvaluationSet:
         return sizes
 
     def check(self, model: ModelSettings, k: int) -> None:
-        """Raise InputError unless a model with k neighbors for each chunk (0 = retrieval OFF) can be scored on this set."""
+        """Raise InputError unless a model with k neighbors for each chunk (0 = retrieval OFF) can be scored on this
+        set."""
         where = f"evaluation set {self.name!r}: {self.datastore.folder}"
         check_fits(model, self.datastore.manifest, where)
         if self.is_empty:

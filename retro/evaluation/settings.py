@@ -30,21 +30,22 @@ class EvaluationSettings:
     stride: NonNegativeInt = 0
     """Tokens between two windows; 0 = half a window (the paper's 2048/1024)."""
     max_tokens: NonNegativeInt = 0
-    """Largest number of tokens of a set to score, from random windows of as many documents as possible (`seed`), at least
-    one chunk; 0 = all held-out documents."""
+    """Largest number of tokens of a set to score, from random windows of as many documents as possible (`seed`), at
+    least one chunk; 0 = all held-out documents."""
     batch_size: PositiveInt = 8
     """Windows in a batch."""
     leakage_tokens: tuple[NonNegativeInt, ...] = (4, 8, 16, 32, 64)
-    """Also measure bits per byte by leakage. If the datastore has votes: by the longest match of a document in it, and before a token;
-    a row of the tables begins at each of these lengths, and those above 64 count as 64. Otherwise: over the chunks that share a
-    run of at most this number of tokens with one of their ten nearest neighbors; divided by the chunk length, it is the paper's α,
-    and larger numbers count as the chunk length, which includes all chunks. Empty: not. Not during training."""
+    """Also measure bits per byte by leakage. If the datastore has votes: by the longest match of a document in it, and
+    before a token; a row of the tables begins at each of these lengths, and those above 64 count as 64. Otherwise: over
+    the chunks that share a run of at most this number of tokens with one of their ten nearest neighbors; divided by the
+    chunk length, it is the paper's α, and larger numbers count as the chunk length, which includes all chunks. Empty:
+    not. Not during training."""
     datastore_fractions: tuple[PositiveFraction, ...] = ()
-    """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
-    A larger fraction contains the smaller ones. Not during training."""
+    """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1
+    0.5 1. A larger fraction contains the smaller ones. Not during training."""
     seed: int = 0
-    """Seed of the bootstrap over documents, of the windows that `max_tokens` and `--texts` draw, and of the fractions of the
-    datastore."""
+    """Seed of the bootstrap over documents, of the windows that `max_tokens` and `--texts` draw, and of the fractions
+    of the datastore."""
 
     def __post_init__(self) -> None:
         check_entries(self.sets)
@@ -77,14 +78,15 @@ class QaSettings:
     prompt_passages: NonNegativeInt = 2
     """Passages in an open-book prompt: the chunks nearest to the question, with their continuations."""
     neighbor_passages: NonNegativeInt = 0
-    """Passages found for the question that every chunk of the prompt reads as neighbors (paper: 20): of the paper's prompt, as in
-    `retro finetune`, or of the chat prompt, without and with passages in it; 0 = not measured."""
+    """Passages found for the question that every chunk of the prompt reads as neighbors (paper: 20): of the paper's
+    prompt, as in `retro finetune`, or of the chat prompt, without and with passages in it; 0 = not measured."""
     gold: bool = False
     """Also measure these passages with the documents first that a question names as `positive_ids`."""
     retrieval: Retrieval = "dense"
     """Search for passages: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     shots: NonNegativeInt = 0
-    """Solved questions before each question, except in the paper's prompt. These are the first of the file and are not asked."""
+    """Solved questions before each question, except in the paper's prompt. These are the first of the file and are not
+    asked."""
     max_questions: NonNegativeInt = 0
     """Number of questions to ask, from the beginning of the file; 0 = all."""
     max_tokens: PositiveInt = 24

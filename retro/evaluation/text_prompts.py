@@ -3,12 +3,13 @@
     retrieved passages, solved questions, question → prompt of whole chunks, which is continued greedily
                                                           └ (retrieval ON: neighbors of these chunks)
 
-A prompt has a line `Passage: …` for each retrieved passage, then solved questions, then `Question: …` and `Answer:`
-(in Chinese `段落：`, `问题：`, `回答：`); the answer ends at the end of its line. The prompt is padded in front with line ends to
+A prompt has a line `Passage: …` for each retrieved passage, then solved questions, then `Question: …` and `Answer:` (in
+Chinese `段落：`, `问题：`, `回答：`); the answer ends at the end of its line. The prompt is padded in front with line ends to
 whole chunks: only complete chunks retrieve, so the question must end a chunk (the paper pads there too, section 4.2).
 
-For a chat model, `PromptBuilder.opening` writes the passages as messages, and the lines after them begin the assistant's turn.
-Such a prompt is not padded: line ends in front do not improve answers (docs/results/question-answering.md).
+For a chat model, `PromptBuilder.opening` writes the passages as messages, and the lines after them begin the
+assistant's turn. Such a prompt is not padded: line ends in front do not improve answers
+(docs/results/question-answering.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -51,8 +52,8 @@ class PromptBuilder:
         shots: solved questions at the beginning of each prompt.
         tokens: largest number of tokens in a prompt, a multiple of the chunk length.
         chunk_length: m; every prompt without an opening has whole chunks.
-        opening: text of the passages → tokens [t] before the first question, from the beginning of a document; None = the
-            tokens of the text.
+        opening: text of the passages → tokens [t] before the first question, from the beginning of a document; None =
+            the tokens of the text.
     """
 
     tokenizer: Tokenizer

@@ -27,7 +27,8 @@ from retro.inference.scoring import origins_of
 
 @dataclass(frozen=True)
 class Passage:
-    """A held-out chunk with its context, scored token by token. All tokens of a chunk read the neighbors of the chunk before it.
+    """A held-out chunk with its context, scored token by token. All tokens of a chunk read the neighbors of the chunk
+    before it.
 
     Attributes:
         chunk: its id in the split.
@@ -130,7 +131,7 @@ def score_passage(
     )
 
 
-def _query(batch: Inputs, chunk: int, m: int) -> Queries:
+def _query(batch: Inputs[np.ndarray], chunk: int, m: int) -> Queries:
     """The chunk before the last one of a batch of one window, as a query of a held-out split."""
     return Queries(
         ids=np.array([chunk]),

@@ -42,7 +42,7 @@ def _instruction(where: str, row: dict[str, Any]) -> Conversation:
     return Message("user", request), Message("assistant", texts["output"].strip())
 
 
-def _messages(where: str, rows: Any) -> Conversation:
+def _messages(where: str, rows: object) -> Conversation:
     if not isinstance(rows, list) or not rows:
         raise InputError(f'{where}: "messages" must be a list of objects with "role" and "content".')
     messages = tuple(_message(f"{where}: message {index}", row) for index, row in enumerate(rows, 1))
@@ -51,7 +51,7 @@ def _messages(where: str, rows: Any) -> Conversation:
     return messages
 
 
-def _message(where: str, row: Any) -> Message:
+def _message(where: str, row: object) -> Message:
     role, content = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
     if role not in ROLES:
         raise InputError(f'{where} has the "role" {role!r}: accepted are {", ".join(ROLES)}.')

@@ -45,7 +45,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, indexes: Sequence[int], k: int) -> Inputs:
+    def batch(self, indexes: Sequence[int], k: int) -> Inputs[np.ndarray]:
         """The rows of these indexes with k neighbors of each chunk; 0 = retrieval OFF."""
         m = self.prepared.tokens.row_shape[0]
         num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
@@ -177,7 +177,7 @@ class ExampleData:
         self.fingerprints = [*datastores, self.prepared.fingerprint]
         self.k = settings.k if retrieval else 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another process opens the files itself."""
         return self._arguments
 
@@ -201,7 +201,7 @@ class ExampleData:
         epoch, position = divmod(sample, len(self.rows))
         return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:
         """See `TrainingData`."""
         batch = self.rows.batch([self.row_of(sample) for sample in samples], self.k)
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)

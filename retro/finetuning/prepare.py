@@ -5,10 +5,10 @@
         neighbor_tokens.npy [rows, 2m]   neighbor_lengths.npy [rows]                      -1 = none
         lengths.npy   first_labels.npy   places.npy [examples]   lines.npy [examples, 2]
 
-An example of t tokens has t - 1 positions. The label of a position is the next token if that belongs to an answer. An example
-starts a new chunk, and padding fills its last one. The neighbors of a chunk are read while the next chunk is predicted, so the
-last chunk has none. After a kill, preparation resumes at the next shard. The folder's name is the fingerprint of files and
-settings, so examples with other settings get another folder.
+An example of t tokens has t - 1 positions. The label of a position is the next token if that belongs to an answer. An
+example starts a new chunk, and padding fills its last one. The neighbors of a chunk are read while the next chunk is
+predicted, so the last chunk has none. After a kill, preparation resumes at the next shard. The folder's name is the
+fingerprint of files and settings, so examples with other settings get another folder.
 """
 
 import logging
@@ -83,7 +83,8 @@ def num_shards(folder: Path) -> int:
 
 
 def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Iterator[Path | None]:
-    """Prepare shard by shard, so that other processes can wait for each: yields None after a shard, and at last the folder.
+    """Prepare shard by shard, so that other processes can wait for each: yields None after a shard, and at last the
+    folder.
 
     Args:
         run: the run's folder.

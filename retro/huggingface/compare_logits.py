@@ -13,8 +13,8 @@ from retro.model.retro import Retro
 from retro.model.shapes import shapes_only
 
 TOLERANCE = 1e-3
-"""Largest accepted difference, relative to the largest logit. In deep models float32 rounding causes a hundredth of it; a wrong
-option causes far more."""
+"""Largest accepted difference, relative to the largest logit. In deep models float32 rounding causes a hundredth of it;
+a wrong option causes far more."""
 
 _TEXT = (
     "The river rises in the hills above the town, and for most of its course it runs through meadows: "

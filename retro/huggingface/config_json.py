@@ -13,7 +13,8 @@ _LONGEST = 200  # characters of a value in a message
 
 
 class Config:
-    """Values of a config.json: `Config(file, values)` or `Config.open(folder)`. Null counts as missing, as in `transformers`."""
+    """Values of a config.json: `Config(file, values)` or `Config.open(folder)`. Null counts as missing, as
+    in `transformers`."""
 
     def __init__(self, file: Path | str, values: Mapping[str, Any]) -> None:
         self.file, self.values = file, values
@@ -65,7 +66,7 @@ class Config:
             self.refuse(key, ", ".join(accepted))
         return accepted[value]
 
-    def only(self, key: str, accepted: Any) -> None:
+    def only(self, key: str, accepted: object) -> None:
         """Reject all values except one, which is also the default."""
         if self._value(key, accepted) != accepted:
             self.refuse(key, repr(accepted))

@@ -4,9 +4,9 @@
                ─► tokenizer (tokenizer_files.py), README.md (model_card.py)
     folder ─► metadata and tensors                                            `read_folder`
 
-The folder has no code: `import retro.huggingface.register` adds the classes of `modeling.py` and `tokenization.py` to transformers.
-Tensors have their names in `Retro` with the prefix `model.`. A plain decoder that one of the families (families.py) can express is
-written as a model of that family, whose class transformers has.
+The folder has no code: `import retro.huggingface.register` adds the classes of `modeling.py` and `tokenization.py` to
+transformers. Tensors have their names in `Retro` with the prefix `model.`. A plain decoder that one of the families
+(families.py) can express is written as a model of that family, whose class transformers has.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ def export_folder(
         checkpoint: any checkpoint.
         folder: new or empty folder.
         datastore: datastore with the tokenizer; empty = the first datastore of the training run.
-        tokenizer: folder with a tokenizer in Hugging Face's format, copied unchanged; empty = the datastore's tokenizer, or for
-            an imported model without datastore, the tokenizer of its original folder.
+        tokenizer: folder with a tokenizer in Hugging Face's format, copied unchanged; empty = the datastore's
+            tokenizer, or for an imported model without datastore, the tokenizer of its original folder.
         max_shard_size: largest size of a file of weights, in the notation of huggingface_hub.
 
     Raises:
@@ -138,8 +138,8 @@ def is_exported(folder: Path) -> bool:
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read an exported folder: its metadata, as `write_exported` expects it, and its tensors by their names in `Retro`.
 
-    If the weights have changed, for example by training in transformers, they get a new fingerprint, and `started_from` is the
-    fingerprint of the original checkpoint.
+    If the weights have changed, for example by training in transformers, they get a new fingerprint, and `started_from`
+    is the fingerprint of the original checkpoint.
 
     Raises:
         InputError: the folder has another format, a file is missing, or a weight is not finite.

@@ -7,8 +7,8 @@
     qwen2      llama with biases of queries, keys and values
     qwen3      llama with norms of queries and keys
 
-These functions read the keys that the family's code in `transformers` reads (versions 4.50 to 5.24) and ignore all others.
-Defaults are those of its configuration classes.
+These functions read the keys that the family's code in `transformers` reads (versions 4.50 to 5.24) and ignore all
+others. Defaults are those of its configuration classes.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,8 @@
     FILE.gguf ─ header: family, tensors ─ transformers: weights in float32 ─┬─► folder
               └ gguf_tokenizer: tokenizer, chat template ───────────────────┘
 
-Everything that `transformers` would skip without an error (unknown tensors, RoPE scaling) is refused before it reads the file.
+Everything that `transformers` would skip without an error (unknown tensors, RoPE scaling) is refused before it reads
+the file.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ _LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2": _PARTS | {"attn_q.bias": ("H·C",), "attn_k.bias": ("K·C",), "attn_v.bias": ("K·C",)},
     "qwen3": _PARTS | {"attn_q_norm.weight": ("C",), "attn_k_norm.weight": ("C",)},
 }
-"""By `general.architecture`: the tensors of a layer, and their shapes. Files of Mistral models name the architecture llama."""
+"""By `general.architecture`: the tensors of a layer, and their shapes. Files of Mistral models name the architecture
+llama."""
 _OUTER = {"token_embd.weight": ("V", "D"), "output.weight": ("V", "D"), "output_norm.weight": ("D",)}
 _HEAD = {"qwen3": 128}  # as transformers assumes
 _NOT_READ = ("rope.scaling.type", "expert_count", "attention.sliding_window")
@@ -59,8 +61,8 @@ def write_folder(file: Path, folder: Path) -> str:
         how the file stores the weights, such as `4-bit: Q4_1, Q8_0`.
 
     Raises:
-        InputError: the file is damaged, has no tokenizer, is of another family or has a quantization that cannot be read; a
-            package is missing; or the disk has too little space.
+        InputError: the file is damaged, has no tokenizer, is of another family or has a quantization that cannot be
+            read; a package is missing; or the disk has too little space.
     """
     header, stored_as = _checked(file)
     write_tokenizer(file, header.fields, folder)
@@ -135,7 +137,8 @@ def _checked(file: Path) -> tuple[Header, str]:
 
 
 def _names(layers: int, family: str) -> Iterator[str]:
-    """Generate the names of the tensors that a file must have. A wrong number of layers ends at the first missing name."""
+    """Generate the names of the tensors that a file must have. A wrong number of layers ends at the first missing
+    name."""
     yield from ("token_embd.weight", "output_norm.weight")
     for layer in range(layers):
         yield from (f"blk.{layer}.{part}" for part in _LAYERS[family])

@@ -2,8 +2,8 @@
 
     "GGUF", version, number of tensors, number of keys ─► keys ─► tensors ─► (aligned) data of the tensors
 
-Numbers in the header are checked: arrays are read only if the file is long enough for them, and the data of every tensor is inside
-of the file.
+Numbers in the header are checked: arrays are read only if the file is long enough for them, and the data of every
+tensor is inside of the file.
 """
 
 import struct

@@ -39,7 +39,8 @@ class _Rule:
     """How a byte-level tokenizer splits a text before merges.
 
     Attributes:
-        splits: regular expressions; each splits the parts that the previous ones left, into matches and what is between.
+        splits: regular expressions; each splits the parts that the previous ones left, into matches and what is
+            between.
         ignore_merges: a part that is a token is that token, whatever the merges.
         adds_bos: whether `add_bos_token` is true if the file does not have it.
         nfc: whether the text is normalized to NFC first.
@@ -59,7 +60,8 @@ _RULES = {
     **dict.fromkeys(("refact", "smollm", "starcoder"), _Rule((r"\p{N}", _GPT2))),
     "tekken": _Rule((_TEKKEN,), ignore_merges=True, adds_bos=True),
 }
-"""By `tokenizer.ggml.pre`: the rules of llama.cpp's llama-vocab.cpp, if they are those of the models' own tokenizer.json."""
+"""By `tokenizer.ggml.pre`: the rules of llama.cpp's llama-vocab.cpp, if they are those of the models' own
+tokenizer.json."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # tokenizer.ggml.token_type
 _KEY = "tokenizer.ggml."

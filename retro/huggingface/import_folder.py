@@ -3,7 +3,8 @@
     config.json ─ families ─► settings ┐
     *.safetensors ─ names ─► tensors ──┴► ImportedDecoder ─ import_base ─► FILE.safetensors, accepted as CHECKPOINT everywhere
 
-The import does not need `transformers` and never unpickles files. Weights are converted to float32, like all weights here.
+The import does not need `transformers` and never unpickles files. Weights are converted to float32, like all weights
+here.
 """
 
 import contextlib
@@ -70,7 +71,8 @@ def read_base(folder: Path, chunk_length: int = 64) -> ImportedDecoder:
     """Read a decoder of one of the `families` from a folder.
 
     Args:
-        folder: local folder with config.json, safetensors (one file, or several with an index) and preferably the tokenizer.
+        folder: local folder with config.json, safetensors (one file, or several with an index) and preferably the
+            tokenizer.
         chunk_length: `ModelSettings.chunk_length` of a retrieval model built from the decoder.
 
     Raises:
@@ -93,7 +95,8 @@ def read_base(folder: Path, chunk_length: int = 64) -> ImportedDecoder:
 
 
 def _has_another_head(weights: "Weights", names: Names) -> bool:
-    """True if an output layer is stored that is not the embedding. `transformers` uses it, also if config.json ties the two."""
+    """True if an output layer is stored that is not the embedding. `transformers` uses it, also if config.json ties the
+    two."""
     stored = [name.removeprefix(names.prefix) for name in weights.files]
     head, table = names.of("head.weight")[0], names.of("embedding.weight")[0]
     if head not in stored or table.removeprefix(names.prefix) not in stored:
@@ -105,8 +108,9 @@ def _has_another_head(weights: "Weights", names: Names) -> bool:
 def add_rows(table: Tensor, num_rows: int) -> Tensor:
     """Append rows to a table [V, D]; each is the mean of the existing rows.
 
-    The logit of such a row is the mean of all logits, so its probability is at most 1/V (Jensen's inequality), and the other
-    probabilities shrink by no more than that. A row of zeros would have the logit 0, which is far above all others in GPT-2.
+    The logit of such a row is the mean of all logits, so its probability is at most 1/V (Jensen's inequality), and the
+    other probabilities shrink by no more than that. A row of zeros would have the logit 0, which is far above all
+    others in GPT-2.
     """
     return torch.cat((table, table.mean(0, keepdim=True).expand(num_rows, -1)))
 
@@ -147,7 +151,8 @@ def import_base(
         stored_as: the quantization of the original weights, for people; empty = none.
 
     Raises:
-        InputError: the file has another ending, or the context is longer than the table of positions or shorter than a chunk.
+        InputError: the file has another ending, or the context is longer than the table of positions or shorter than a
+            chunk.
     """
     m = base.settings.chunk_length
     context = (context or min(base.context, LONGEST_CONTEXT)) // m * m

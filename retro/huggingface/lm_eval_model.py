@@ -2,7 +2,8 @@
 
     python -m retro.huggingface.lm_eval_model --model hf-retro --model_args pretrained=MODEL,datastore=DATASTORE --tasks TASKS
 
-Importing this module registers the model. It is lm-eval's own `hf` with `DatastoreLogitsProcessor`: all arguments of `hf` are accepted.
+Importing this module registers the model. It is lm-eval's own `hf` with `DatastoreLogitsProcessor`: all arguments of
+`hf` are accepted.
 """
 
 from typing import Any

@@ -8,8 +8,8 @@
     scores of a step ───────────────────────────────────────────────────────┴─► `CopyHead.mix` ─► log-probabilities
     a new prompt ─► one pass of the model ─► trust in copying (`retro/copying/switch.py`)
 
-The networks of the copy head read the model's probabilities and counts of votes, and nothing inside of the model. So one set fits every
-architecture, quantization and device (`docs/explanation/copy-head.md`).
+The networks of the copy head read the model's probabilities and counts of votes, and nothing inside of the model. So
+one set fits every architecture, quantization and device (`docs/explanation/copy-head.md`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,8 +58,8 @@ class CopiedRun:
         tokens: their number.
         occurrences: how often they occur in the datastore.
         documents: ids of the first documents that they occur in.
-        count: runs of the text that this one stands for, itself included: those of the same tokens, in any number and order, and
-            those that overlap it by at least half of their length.
+        count: runs of the text that this one stands for, itself included: those of the same tokens, in any number and
+            order, and those that overlap it by at least half of their length.
     """
 
     text: str
@@ -82,11 +82,12 @@ class _Read:
 class DatastoreLogitsProcessor(LogitsProcessor):
     """Mix copying from a datastore into the scores of a model, in `generate` of any decoder of transformers.
 
-    Padding on the left, beams, sampling and several continuations work as without the processor. The scores that it returns are
-    log-probabilities. A token whose score is -inf keeps it.
+    Padding on the left, beams, sampling and several continuations work as without the processor. The scores that it
+    returns are log-probabilities. A token whose score is -inf keeps it.
 
-    Each call of `generate` of its model begins new prompts, whatever was generated before. In calls of the processor itself, a text that
-    continues one of the call before keeps its trust, and so does a beginning of one: a rejected draft. `new_prompts` begins anew there.
+    Each call of `generate` of its model begins new prompts, whatever was generated before. In calls of the processor
+    itself, a text that continues one of the call before keeps its trust, and so does a beginning of one: a rejected
+    draft. `new_prompts` begins anew there.
     """
 
     def __init__(
@@ -134,12 +135,12 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
 
-        The model's attribute `generate` is replaced by one that tells the processor where prompts begin, and which tokens are padding
-        (`attention_mask`). It computes the same.
+        The model's attribute `generate` is replaced by one that tells the processor where prompts begin, and which
+        tokens are padding (`attention_mask`). It computes the same.
 
         Raises:
-            InputError: the datastore cannot be opened, has another tokenizer, or lacks the stage `suffixes`; the file of networks
-                cannot be read; or an argument is not accepted.
+            InputError: the datastore cannot be opened, has another tokenizer, or lacks the stage `suffixes`; the file
+                of networks cannot be read; or an argument is not accepted.
         """
         if not is_fraction(copy_strength) or not isinstance(k, int) or k < 0:
             raise InputError(
@@ -158,7 +159,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Mix the scores [N, V] of the tokens after `input_ids` [N, T] with what is copied: log-probabilities float32 [N, V].
+        """Mix the scores [N, V] of the tokens after `input_ids` [N, T] with what is copied: log-probabilities float32
+        [N, V].
 
         Raises:
             InputError: the scores have fewer ids than the datastore.
@@ -180,7 +182,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def mix(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Mix the logits [N, T, V] of all next tokens of whole texts `tokens` [N, T] with what is copied: log-probabilities [N, T, V].
+        """Mix the logits [N, T, V] of all next tokens of whole texts `tokens` [N, T] with what is copied:
+        log-probabilities [N, T, V].
 
         A text may be padded at its end. Copying earns trust in each text, from its beginning on.
         """
@@ -197,14 +200,16 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     @property
     def trust(self) -> list[Trust]:
-        """How far copying is trusted in each text of the last step, and why it is so little where it is low: after a short prompt, for example.
+        """How far copying is trusted in each text of the last step, and why it is so little where it is low: after a
+        short prompt, for example.
 
         Without the argument `model` of `open` it is low in every text.
         """
         return [Trust.of(text.row.trust, text.prompt) for text in self._texts]
 
     def sources(self, sequences: Tensor | None = None, least: int = SHORTEST_RUN) -> list[list[CopiedRun]]:
-        """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word last.
+        """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word
+        last.
 
         Args:
             sequences: what `generate` returned, [N, T]; None = the texts up to the last token but one.
@@ -228,10 +233,12 @@ class DatastoreLogitsProcessor(LogitsProcessor):
     def new_prompts(self, attention_mask: Tensor | None = None) -> Iterator[None]:
         """Read the texts of the next calls as new prompts and what is generated after them, until the context ends.
 
-        `generate` of the model does so. A call of `generate` in it, with which a model drafts for itself, continues its texts.
+        `generate` of the model does so. A call of `generate` in it, with which a model drafts for itself, continues its
+        texts.
 
         Args:
-            attention_mask: [N, T] of the prompts, 0 = padding; None = tokens with the id of padding before a text are padding.
+            attention_mask: [N, T] of the prompts, 0 = padding; None = tokens with the id of padding before a text are
+                padding.
         """
         if self._generating:
             yield
@@ -262,7 +269,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         )  # beams and continuations of a prompt follow each other
 
     def _read(self, ids: np.ndarray) -> None:
-        """Read the texts of a step, int64 [N, T]. One that continues a text of the step before has its trust and its neighbors."""
+        """Read the texts of a step, int64 [N, T]. One that continues a text of the step before has its trust and its
+        neighbors."""
         if ids.shape == (len(self._ids), self._ids.shape[1] + 1) and (ids[:, :-1] == self._ids).all():
             texts = self._texts  # each in its row, as nearly always
             for text, row in zip(texts, ids, strict=True):
@@ -281,7 +289,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         self._texts, self._ids = texts, ids
 
     def _continued(self, tokens: np.ndarray, known: dict[bytes, _Read]) -> _Read | None:
-        """The text if it continues one of the step before, or the part of one that is left when a draft was rejected."""
+        """The text if it continues one of the step before, or the part of one that is left when a draft was
+        rejected."""
         if not len(tokens):
             return None
         size = len(tokens) - 1
@@ -314,7 +323,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         return self._retriever.neighbors.find(chunks, self._k)
 
     def _trust(self, row: Row) -> tuple[float, ...]:
-        """Trust in copying after a prompt: what the model would have gained from it in the prompt. Without tokens, that of any text."""
+        """Trust in copying after a prompt: what the model would have gained from it in the prompt. Without tokens, that
+        of any text."""
         if self._model is None or not len(row.tokens):
             return row.trust
         end, m = row.copy(slot=0), self._head.chunk_length
@@ -326,7 +336,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def trust_after(self, tokens: np.ndarray, vocabulary: TokenLosses) -> tuple[float, ...]:
-        """Trust in copying after a prompt int64 [t], from the model's losses [1, t] of the tokens after each one; the last does not count."""
+        """Trust in copying after a prompt int64 [t], from the model's losses [1, t] of the tokens after each one; the
+        last does not count."""
         return self._votes_on(vocabulary.nats.device).trust(self.row(tokens), vocabulary)
 
     def _votes_on(self, device: torch.device) -> StepVotes:

@@ -21,7 +21,8 @@ tags:
 
 
 def model_card(checkpoint: Checkpoint, name: str, needs_package: bool) -> str:
-    """Return the text of README.md for a folder of this name; `needs_package` says that transformers lacks one of its classes."""
+    """Return the text of README.md for a folder of this name; `needs_package` says that transformers lacks one of its
+    classes."""
     sections = [
         _HEADER + f"\n# {name}",
         _description(checkpoint.model),

@@ -3,8 +3,8 @@
     input_ids ─ rows without padding ─ Retro.hidden (neighbors given, retrieved, or none) ─ logits, loss
     generate() ─ RetroCache ─ Decoder, which finds neighbors of every completed chunk ─ logits of the next token
 
-Retrieval is OFF until `model.retrieve_from(…)`, `from_pretrained(…, datastore=…)` or `datastore` in config.json turns it ON.
-ON and OFF use the same weights.
+Retrieval is OFF until `model.retrieve_from(…)`, `from_pretrained(…, datastore=…)` or `datastore` in config.json turns
+it ON. ON and OFF use the same weights.
 """
 
 from dataclasses import asdict
@@ -38,7 +38,8 @@ class RetroConfig(PretrainedConfig):
         model_settings: `ModelSettings`, with its sections.
         num_ids: number of the tokenizer's ids; further rows of the embeddings are unused.
         context: context length in generation, a multiple of the chunk length.
-        checkpoint: step, tokens, settings and fingerprints of the training run, and a checksum of its weights (`weights`).
+        checkpoint: step, tokens, settings and fingerprints of the training run, and a checksum of its
+            weights (`weights`).
         datastore: source for `retrieve_from`; None = retrieval OFF.
         k: number of neighbors of each chunk.
     """
@@ -183,7 +184,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             k: number of neighbors of each chunk; None = `config.k`.
 
         Raises:
-            ValueError: the model reads no neighbors, or the datastore is missing or has another tokenizer or chunk length.
+            ValueError: the model reads no neighbors, or the datastore is missing or has another tokenizer or chunk
+                length.
         """
         settings = self.model.settings
         if source is not None and not settings.retrieves:
@@ -220,13 +222,13 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         """Compute the logits of the next tokens.
 
         Args:
-            input_ids: int64 [B, T]; a row is one document, beginning with the beginning-of-document token. Chunks are counted
-                from the first token after the padding.
+            input_ids: int64 [B, T]; a row is one document, beginning with the beginning-of-document token. Chunks are
+                counted from the first token after the padding.
             attention_mask: [B, T], 0 for padding, which can be on the left or on the right.
-            labels: int64 [B, T], usually `input_ids`: the loss is over `labels[:, 1:]`. It ignores -100, and positions on or
-                right after padding.
-            neighbors: int64 [B, T // m, K, R], neighbors of the rows' chunks; the first chunk begins after the padding on the
-                left. None = found by search if retrieval is ON.
+            labels: int64 [B, T], usually `input_ids`: the loss is over `labels[:, 1:]`. It ignores -100, and positions
+                on or right after padding.
+            neighbors: int64 [B, T // m, K, R], neighbors of the rows' chunks; the first chunk begins after the padding
+                on the left. None = found by search if retrieval is ON.
             neighbor_lengths: int64 [B, T // m, K], number of the R tokens that are not padding; None = all.
             cache: from a call with `use_cache` and `logits_to_keep = 1`, as in `generate`.
             past_key_values: its name before transformers 5.24.
@@ -305,7 +307,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         return logits, loss
 
     def _retrieved(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return neighbors [B, U, K, R] and lengths [B, U, K] of the complete chunks of rows [B, T]; incomplete chunks have none."""
+        """Return neighbors [B, U, K, R] and lengths [B, U, K] of the complete chunks of rows [B, T]; incomplete chunks
+        have none."""
         m = self.model.settings.chunk_length
         num_chunks = tokens.shape[1] // m
         chunks = tokens[:, : num_chunks * m].unflatten(1, (num_chunks, m))

@@ -3,7 +3,8 @@
     peft    prompt_embeddings [P, L·2·G·C]                                 the text is at the positions P, P + 1 …
     here    attention.N.block.prefix.keys.weight, …values… [G, P, C]       the text is at the positions 0, 1 …
 
-Both read keys as they are stored, so keys are rotated by P tokens between the two. Letters as in `model/attention.py`; L layers.
+Both read keys as they are stored, so keys are rotated by P tokens between the two. Letters as in `model/attention.py`;
+L layers.
 """
 
 from dataclasses import replace
@@ -33,8 +34,8 @@ def write_prefix(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the prefix of a model that is otherwise an imported one, whose folder adapter_config.json names.
 
     Raises:
-        InputError: the folder is not empty, the model has no prefix, is not otherwise the imported one, or peft reads prefixes of
-            such models otherwise.
+        InputError: the folder is not empty, the model has no prefix, is not otherwise the imported one, or peft reads
+            prefixes of such models otherwise.
     """
     settings, base = checkpoint.model, checkpoint.settings.get("imported", {}).get("folder", "")
     heads, count = settings.attention, settings.attention.prefix_tokens
@@ -83,7 +84,8 @@ def adapter_config(folder: Path) -> Config:
 
 
 def _check_readable(settings: ModelSettings, where: Path) -> None:
-    """Refuse models in which the positions of the prefix have another effect in peft: they are in its table or its window."""
+    """Refuse models in which the positions of the prefix have another effect in peft: they are in its table or its
+    window."""
     heads = settings.attention
     if heads.positions != "rope" or heads.sliding_window:
         raise InputError(

@@ -1,7 +1,8 @@
 """Where prompts begin: `generate` of a model tells the processors that read prompts with this model.
 
-A logits processor sees token ids and scores. From these, a new prompt looks like the next token of the text before if it is that text and one
-token more, and padding looks like a token of the text if both have one id. Only a call of `generate` knows both.
+A logits processor sees token ids and scores. From these, a new prompt looks like the next token of the text before if
+it is that text and one token more, and padding looks like a token of the text if both have one id. Only a call of
+`generate` knows both.
 """
 
 import types

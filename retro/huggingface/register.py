@@ -1,4 +1,5 @@
-"""Importing this module adds the classes of an exported folder to transformers: `AutoModelForCausalLM.from_pretrained(FOLDER)`.
+"""Importing this module adds the classes of an exported folder to transformers:
+`AutoModelForCausalLM.from_pretrained(FOLDER)`.
 
 transformers finds classes of other packages only if they are registered; it has no entry point for them.
 """

@@ -29,8 +29,8 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
     """Return a function that finds k neighbors of chunks.
 
     Args:
-        source: `http://…` or `https://…` of a `retro serve`, which receives the token in the environment variable RETRO_TOKEN if
-            set; otherwise folder or URL of a datastore.
+        source: `http://…` or `https://…` of a `retro serve`, which receives the token in the environment variable
+            RETRO_TOKEN if set; otherwise folder or URL of a datastore.
         k: number of neighbors of each chunk, at least 1.
         model: settings of the model.
         num_ids: number of ids of the model's tokenizer.

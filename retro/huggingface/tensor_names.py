@@ -24,7 +24,8 @@ class Names:
         prefix: prefix of all modules except the output layer; folders saved without an output layer have no prefix.
         outer: our name → their name of the embeddings and the last norm.
         layers: name of the list of layers.
-        inner: our name without the number → their name of a layer's modules. Queries, keys and values can share a tensor.
+        inner: our name without the number → their name of a layer's modules. Queries, keys and values can share a
+            tensor.
         head: name of the output layer.
         ignored: pattern of stored tensors that are not weights, after the prefix.
         by_head: True if a joint tensor has query, key and value of each head next to each other.

@@ -4,9 +4,10 @@
     datastore's tokenizer.json ──────► with the datastore's special tokens, and the beginning-of-document token in front of a text
     folder in Hugging Face's format ─► the same files
 
-SentencePiece models are not converted: models of the same type in `tokenizers` give other results for long texts. The exported
-tokenizer adds the beginning-of-document token itself, because all texts begin with it here. The file has the datastore's name for it:
-transformers 5 would convert a `tokenizer.model` by itself if the class is not registered, and give other ids.
+SentencePiece models are not converted: models of the same type in `tokenizers` give other results for long texts. The
+exported tokenizer adds the beginning-of-document token itself, because all texts begin with it here. The file has the
+datastore's name for it: transformers 5 would convert a `tokenizer.model` by itself if the class is not registered, and
+give other ids.
 """
 
 import json

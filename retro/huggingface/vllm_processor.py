@@ -4,15 +4,15 @@
 
 Without `retro_datastore` the plugin has no effect: it opens and imports nothing, and changes no logits.
 
-vLLM gives a processor no logits of the prompt. So the strength of copying is an argument of the request: `trust_of` computes it from the
-`prompt_logprobs` of an earlier one. A request without it copies little.
+vLLM gives a processor no logits of the prompt. So the strength of copying is an argument of the request: `trust_of`
+computes it from the `prompt_logprobs` of an earlier one. A request without it copies little.
 
 `extra_args` of a request (`vllm_xargs` over HTTP):
     retro_trust      from `trust_of`
     copy_strength    0 to 1, factor of the odds of copying; 0 = none
 
-vLLM has two model runners, each with its own interface, and requires that a plugin is of the one that runs: version 2 on GPUs, version 1 where
-Triton is missing, as on most CPUs. So the class implements both.
+vLLM has two model runners, each with its own interface, and requires that a plugin is of the one that runs: version 2
+on GPUs, version 1 where Triton is missing, as on most CPUs. So the class implements both.
 """
 
 from collections.abc import Sequence
@@ -70,8 +70,8 @@ class CopyingLogitsProcessor(Version1, Version2):
             is_pin_memory: of version 1.
 
         Raises:
-            InputError: a setting of the plugin is not accepted; the datastore cannot be opened, or has another tokenizer than the model; or
-                the engine would mix twice, or without the last tokens.
+            InputError: a setting of the plugin is not accepted; the datastore cannot be opened, or has another
+                tokenizer than the model; or the engine would mix twice, or without the last tokens.
         """
         self._processor = _open(vllm_config, version=1 if isinstance(device_or_states, torch.device) else 2)
         self._states = device_or_states
@@ -169,7 +169,8 @@ def _refuse_others(where: str, given: Any, known: Sequence[str]) -> None:
 
 
 def _last_tokens(states: Any, ctx: Any) -> list[np.ndarray]:
-    """The last tokens of the text of each row of logits. Those of a draft are only in `input_ids`, in the rows before."""
+    """The last tokens of the text of each row of logits. Those of a draft are only in `input_ids`, in the rows
+    before."""
     back = torch.arange(LONGEST - 1, -1, -1, device=ctx.pos.device)
     row, position = torch.arange(len(ctx.pos), device=ctx.pos.device)[:, None], ctx.pos[:, None].long()
     committed = states.all_token_ids.gpu[ctx.expanded_idx_mapping.long()[:, None], (position - back).clamp(min=0)]

@@ -4,9 +4,9 @@
                                                               ├ messages of system and user: text
                                                               └ messages of the assistant, and the ends of its turns: answers
 
-The template gets marks instead of the messages, so its words can be distinguished from theirs: `<|im_end|>` in a message is
-text, not the control token. The text that the template writes after the last answer ends a turn. A blank before an answer
-belongs to the answer, as before any word.
+The template gets marks instead of the messages, so its words can be distinguished from theirs: `<|im_end|>` in a
+message is text, not the control token. The text that the template writes after the last answer ends a turn. A blank
+before an answer belongs to the answer, as before any word.
 
 Without a template, plain words are used, for models without control tokens. The end of the document then ends a turn:
 
@@ -46,8 +46,8 @@ PLAIN: dict[Language, str] = {
     "zh": _PLAIN.replace("USER", "用户：").replace("ASSISTANT", "助手："),
 }
 
-# Characters of Unicode's private use area. They stand for messages, and for the beginning and the end of a document if the
-# tokenizer has no names for these.
+# Characters of Unicode's private use area. They stand for messages, and for the beginning and the end of a document if
+# the tokenizer has no names for these.
 _MARK, _MARKS = "\ue000{}\ue001", re.compile("\ue000(\\d+)\ue001")
 _BEGIN, _END = "\ue002", "\ue003"
 _STORED = "the checkpoint's chat template"
@@ -130,7 +130,8 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The token with which the assistant's turn ends: a control token of the template, or the end of the document."""
+        """The token with which the assistant's turn ends: a control token of the template, or the end of the
+        document."""
         written = self.write((Message("user", "x"), Message("assistant", "x")))
         control = {*self._control_tokens.values()}
         answer = np.flatnonzero(written.is_answer)

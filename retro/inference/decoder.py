@@ -260,7 +260,8 @@ class Decoder:
         return self.votes.copied_shares(indices, tokens, log_probabilities)
 
     def trust(self, row: Row) -> tuple[float, ...] | None:
-        """Trust in each strength of copying of a row that was read; None if it copies nothing from neighbors or datastore."""
+        """Trust in each strength of copying of a row that was read; None if it copies nothing from neighbors or
+        datastore."""
         return row.trust if self.votes is not None and self.votes.retrieves and row.retrieve is not None else None
 
     # --- a pass -------------------------------------------------------------------------------------------------------

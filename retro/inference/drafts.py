@@ -1,11 +1,13 @@
-"""Drafts: tokens that may come next, because they followed the same tokens before. One pass of the decoder verifies them.
+"""Drafts: tokens that may come next, because they followed the same tokens before. One pass of the decoder verifies
+them.
 
     last tokens ─ their longest match in the text itself, its neighbors and the datastore ─ up to 8 tokens after it ─► draft
                                             passes that drafts saved and cost ─ how many of them are worth it ─────────┘
 
-This is speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) without a draft model, as in prompt lookup decoding
-(Saxena 2023) and REST (He et al. 2024, arXiv 2311.08252). A pass over nine tokens takes less than twice as long as one over one,
-since both read all weights. The generated tokens are those without drafts, see `generation.Batch`.
+This is speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) without a draft model, as in prompt lookup
+decoding (Saxena 2023) and REST (He et al. 2024, arXiv 2311.08252). A pass over nine tokens takes less than twice as
+long as one over one, since both read all weights. The generated tokens are those without drafts, see
+`generation.Batch`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,14 +68,16 @@ def match_in(source: np.ndarray, tokens: np.ndarray) -> Match:
 
 
 def match_in_text(tokens: np.ndarray) -> Match:
-    """Find the longest match of the last tokens earlier in the same text [t]. A text that repeats its end is continued so."""
+    """Find the longest match of the last tokens earlier in the same text [t]. A text that repeats its end is continued
+    so."""
     match = match_in(tokens, tokens)
     return Match(match.length, np.resize(match.following, LONGEST_DRAFT)) if match.length else match
 
 
 PACKED_COSTS = (0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66)
-"""What a pass over one text with a draft of 0 to 8 tokens takes longer than without a draft, as a share of it: weights packed for a CPU.
-Used on GPUs too, where it was not measured. With sampling; `benchmarks/speed/real_model.py` measures the pass alone."""
+"""What a pass over one text with a draft of 0 to 8 tokens takes longer than without a draft, as a share of it: weights
+packed for a CPU. Used on GPUs too, where it was not measured. With sampling; `benchmarks/speed/real_model.py` measures
+the pass alone."""
 
 PLAIN_COSTS = (0.0, 0.58, 0.90, 0.37, 0.53, 0.54, 0.70, 0.58, 0.75)
 """The same with plain weights on a CPU, whose products of two and of three rows are slower than those of four."""
@@ -93,9 +97,9 @@ CREDIT, CREDIT_PER_TOKEN = 0.35, 0.01
 class Account:
     """Passes that the drafts of a text saved and cost, and how often its proposed tokens were right.
 
-    A draft is read if it saves more than it costs on average, and only on credit: if all are wrong, a text of 48 tokens loses 0.83 passes,
-    1.7% of its time. After that one is tried now and then. Proposals that are not read count in the rates too, so drafts also begin again
-    when they are right.
+    A draft is read if it saves more than it costs on average, and only on credit: if all are wrong, a text of 48 tokens
+    loses 0.83 passes, 1.7% of its time. After that one is tried now and then. Proposals that are not read count in the
+    rates too, so drafts also begin again when they are right.
 
     Attributes:
         balance: passes that a draft may cost.
@@ -112,7 +116,8 @@ class Account:
         return int(np.where(costs <= self.balance, saved - costs, 0).argmax())
 
     def update(self, match: Match, tokens: Sequence[int], cost: float) -> None:
-        """Compare the next tokens of the text with those that were proposed, up to the first wrong one. `cost`: of the draft that was read."""
+        """Compare the next tokens of the text with those that were proposed, up to the first wrong one. `cost`: of the
+        draft that was read."""
         self.balance += len(tokens) - 1 - cost + CREDIT_PER_TOKEN * len(tokens)
         kind = _kind(match)
         for proposed, token in zip(match.following.tolist(), tokens, strict=False):

@@ -4,10 +4,10 @@ prompts ─ add ─► decoder (finds neighbors of every completed chunk) ─►
                     ▲                                                                 │
                     └──────────── draft of each row (`drafts.py`) ◄───────────────────┘
 
-With drafts, a step gives a row several tokens. After every token of the draft the next token is sampled as without drafts, with
-the same random number, until it differs from the draft. So a token x of a draft is accepted with its probability p(x), and
-another one is sampled with p(y) / (1 - p(x)): the rejection sampling of Leviathan et al. (2023, arXiv 2211.17192) for a draft
-without randomness.
+With drafts, a step gives a row several tokens. After every token of the draft the next token is sampled as without
+drafts, with the same random number, until it differs from the draft. So a token x of a draft is accepted with its
+probability p(x), and another one is sampled with p(y) / (1 - p(x)): the rejection sampling of Leviathan et al. (2023,
+arXiv 2211.17192) for a draft without randomness.
 
 A continuation depends only on its prompt and settings, not on the other texts of the batch: each has its own random
 generator. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to rounding: matrix
@@ -46,12 +46,15 @@ class GeneratedToken:
         token: the sampled token id; it can be the end of the document.
         text: new text of the continuation. The concatenated texts of a row are its continuation.
         log_probability: log-probability of the token in nats, before temperature, top-k and top-p.
-        finish_reason: for the row's last token `stop` (end of the document, a stop token or a stop string) or `length`; else None.
+        finish_reason: for the row's last token `stop` (end of the document, a stop token or a stop string) or `length`;
+            else None.
         top: `GenerationSettings.logprobs` likeliest tokens with log-probabilities, likeliest first.
         read: chunks whose neighbors the model read for this token and for none before.
         copied: the token of a neighbor that it was copied from.
-        copied_share: share of its probability that was copied from neighbors and datastore, 0 to 1; None if `sources` were not requested.
-        trust: in retrieval, with the first token of a continuation whose `sources` were requested; None if the model copies nothing from it.
+        copied_share: share of its probability that was copied from neighbors and datastore, 0 to 1; None if `sources`
+            were not requested.
+        trust: in retrieval, with the first token of a continuation whose `sources` were requested; None if the model
+            copies nothing from it.
         accepted: True if it was the next token of a draft.
         rejected: tokens of the draft that were wrong, this one's place included.
     """
@@ -135,7 +138,8 @@ class Continuation:
         return self._numbers[ahead]
 
     def draft(self, row: Row, room: int, costs: np.ndarray, datastore: WholeDatastore | None) -> np.ndarray:
-        """Return the draft of its row, of at most `room` tokens, `costs` of 0, 1 … tokens in passes; see `drafts.draft`."""
+        """Return the draft of its row, of at most `room` tokens, `costs` of 0, 1 … tokens in passes; see
+        `drafts.draft`."""
         room = min(room, self.settings.max_tokens - len(self.generated) - 1)
         if room <= 0 or not self.settings.drafts:
             return row.tokens[:0]
@@ -238,7 +242,8 @@ class Batch:
         return new
 
     def _restart(self, texts: Sequence[_Text]) -> None:
-        """Replace the rows by those of some continuations, which read their tokens again: a failed decoder is in no known state."""
+        """Replace the rows by those of some continuations, which read their tokens again: a failed decoder is in no
+        known state."""
         self._decoder, self._texts = self._decoder.empty(), {}
         for text, retrieve in texts:
             tokens = np.append(text.prompt, text.generated)
@@ -247,6 +252,8 @@ class Batch:
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
         """Take a step of all rows. If it raises an exception, no continuation has changed."""
+        # Logits [sum over rows of 1 + d, V]: a row with a draft of d tokens has those after its text, then after each
+        # of the d.
         rows, logits = self._decoder.step(self._propose)
         if not rows:
             return []
@@ -254,6 +261,9 @@ class Batch:
         texts = {row: self._texts[row][0] for row in first}
         drawn: dict[Row, list[SampledToken]] = {row: [] for row in first}
         going = list(first)  # whose drafts are right so far
+        # Each round samples one more token of the rows whose draft was right so far, in one batch. A row leaves with
+        # its first token that differs from the draft, which was sampled from the right logits, or with the one after
+        # the whole draft.
         for number in itertools.count():
             for row, token in zip(going, self._draw(going, number, logits, first), strict=True):
                 drawn[row].append(token)
@@ -269,8 +279,10 @@ class Batch:
         """Sample the token of each row after `number` tokens of its draft."""
         texts = [self._texts[row][0] for row in rows]
         settings = [text.settings for text in texts]
+        # Penalties count the accepted tokens of the draft, as if they had been generated one by one.
         generated = [[*text.generated, *row.draft[:number].tolist()] for row, text in zip(rows, texts, strict=True)]
         chosen = [first[row] + number for row in rows]
+        # Without drafts all rows are taken, and the logits [rows, V] need no copy.
         unchanged = logits if chosen == [*range(len(logits))] else logits[chosen]
         changed = with_penalties(unchanged, settings, [text.prompt for text in texts], generated)
         return draw(changed, unchanged, settings, [text.random(number) for text in texts], self._masked)

@@ -2,8 +2,8 @@
 
     template, variables ─ a line of JSON ─► process ─ a line of JSON ─► text or error
 
-A chat template is a program from a file. Jinja's sandbox keeps it from files and from Python's internals, but not from endless
-loops or huge texts, and a thread cannot be stopped. A process can: the kernel ends it at its limit of CPU time.
+A chat template is a program from a file. Jinja's sandbox keeps it from files and from Python's internals, but not from
+endless loops or huge texts, and a thread cannot be stopped. A process can: the kernel ends it at its limit of CPU time.
 """
 
 import atexit
@@ -173,7 +173,8 @@ def _refuse(message: str) -> None:
 
 
 def _generation_blocks() -> Any:
-    """A Jinja extension that ignores `{% generation %} … {% endgeneration %}`, which some templates put around answers."""
+    """A Jinja extension that ignores `{% generation %} … {% endgeneration %}`, which some templates put around
+    answers."""
     from jinja2.ext import Extension
 
     class Generation(Extension):

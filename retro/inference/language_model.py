@@ -78,8 +78,8 @@ class LanguageModel:
 
         Args:
             checkpoint: path for `open_checkpoint`.
-            datastore: folder, URL or an open retriever; None = the first datastore of the training run. An imported model, which
-                has none, then uses its own tokenizer and does not retrieve.
+            datastore: folder, URL or an open retriever; None = the first datastore of the training run. An imported
+                model, which has none, then uses its own tokenizer and does not retrieve.
             device: `auto`, `cpu`, `cuda` …
             retrieval: False opens no index; then the model only works with k = 0.
             neighbor_cache_bytes: largest size of the encoded neighbors that are kept, if the decoder reads them.
@@ -121,8 +121,8 @@ class LanguageModel:
         """Compute log-probabilities in nats of all tokens of each sequence except its first.
 
         Args:
-            sequences: token ids [t] of each sequence, including the beginning-of-document token if it begins a document;
-                t ≥ 1. Sequences longer than the context are read in windows that overlap by half.
+            sequences: token ids [t] of each sequence, including the beginning-of-document token if it begins a
+                document; t ≥ 1. Sequences longer than the context are read in windows that overlap by half.
             k: number of neighbors of each complete chunk, found by search; 0 = retrieval OFF.
 
         Returns:
@@ -153,7 +153,8 @@ class LanguageModel:
         top: int = 1,
         sources: bool = False,
     ) -> list[Scores]:
-        """Like `score`, with the `top` likeliest tokens at every position; for `sources` see `retro.inference.scoring.score_windows`."""
+        """Like `score`, with the `top` likeliest tokens at every position; for `sources` see
+        `retro.inference.scoring.score_windows`."""
         begun = self.to_score(sequences, top)
         self.score_windows([window for sequence in begun for window in sequence.windows], k, top, sources)
         return [sequence.scores for sequence in begun]
@@ -204,8 +205,8 @@ class LanguageModel:
             sources: return with each token the neighbors that the model read and the token that the copy head copied.
 
         Raises:
-            InputError: see `score`; or an id in the settings is outside the vocabulary. It is raised by this call, before the
-                first step.
+            InputError: see `score`; or an id in the settings is outside the vocabulary. It is raised by this call,
+                before the first step.
         """
         checked, search = self.checked(prompts, settings, k if given is None else 0)
         retrieve = [search] * len(prompts) if given is None else [_always(*neighbors) for neighbors in given]
@@ -225,10 +226,11 @@ class LanguageModel:
 
     @cached_property
     def masked(self) -> torch.Tensor | None:
-        """Ids of the model that are no tokens of texts, bool [V]: never generated or returned as likeliest; None = there are none.
+        """Ids of the model that are no tokens of texts, bool [V]: never generated or returned as likeliest; None =
+        there are none.
 
-        Tables of many models are padded to a multiple of 64 or 128 rows, and a datastore adds a token for padding if the tokenizer
-        has none. Log-probabilities are still those of the whole table.
+        Tables of many models are padded to a multiple of 64 or 128 rows, and a datastore adds a token for padding if
+        the tokenizer has none. Log-probabilities are still those of the whole table.
         """
         return None if self._known.all() else torch.from_numpy(~self._known).to(self.placement.device)
 
@@ -291,7 +293,8 @@ class LanguageModel:
 
 
 def imported_tokenizer(checkpoint: Checkpoint) -> str:
-    """The folder of the tokenizer that an imported model came with; empty if it has a datastore, or if the folder is gone."""
+    """The folder of the tokenizer that an imported model came with; empty if it has a datastore, or if the folder is
+    gone."""
     folder: str = checkpoint.settings.get("imported", {}).get("folder", "")
     has_own = folder and not checkpoint.settings["data"]["datastores"] and not checkpoint.model.uses_datastore
     return folder if has_own and (Path(folder) / "tokenizer.json").is_file() else ""

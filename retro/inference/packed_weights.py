@@ -1,8 +1,9 @@
 """Weights of matrix products in the layout of a CPU's kernels, for inference: float16 for few rows, bfloat16 for many.
 
-A pass over few tokens takes as long as reading all weights. Plain weights are read row by row, far below the memory's bandwidth. FBGEMM's
-kernels reach most of it, and read two bytes a weight; activations and sums are float32. A row's sums do not depend on the others: a token
-has the same bits alone, in a draft and in a batch of few rows. Processors with bfloat16 multiply many rows twice as fast in oneDNN.
+A pass over few tokens takes as long as reading all weights. Plain weights are read row by row, far below the memory's
+bandwidth. FBGEMM's kernels reach most of it, and read two bytes a weight; activations and sums are float32. A row's
+sums do not depend on the others: a token has the same bits alone, in a draft and in a batch of few rows. Processors
+with bfloat16 multiply many rows twice as fast in oneDNN.
 """
 
 import torch
@@ -49,8 +50,9 @@ class PackedLinear(nn.Module):
 def _missing_rows(count: int) -> int:
     """Rows of zeros to add, so that FBGEMM's kernels for AVX2 give a row the same bits as among others.
 
-    Those for one and two rows add in another order than those for three to six. Measured for up to 700 rows: they are used for 1, 2, 7 and
-    14 rows, and from 31 on for many numbers, but for no multiple of 3. One row takes a tenth longer.
+    Those for one and two rows add in another order than those for three to six. Measured for up to 700 rows: they are
+    used for 1, 2, 7 and 14 rows, and from 31 on for many numbers, but for no multiple of 3. One row takes a tenth
+    longer.
     """
     return -count % 3 if count in (1, 2, 7, 14) or count > 30 else 0
 

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from retro.inference.settings import GenerationSettings
 
 SampledToken = tuple[int, float, tuple[tuple[int, float], ...]]
-"""Token id, its log-probability before penalties, temperature, top-k and top-p, and the likeliest tokens with log-probabilities."""
+"""Token id, its log-probability before penalties, temperature, top-k and top-p, and the likeliest tokens with
+log-probabilities."""
 
 
 def with_penalties(
@@ -104,8 +105,9 @@ def _drawn(
 ) -> Tensor:
     """Sample from the `top_k` likeliest tokens of logits [rows, V]: int64 [rows]. All rows have a top-p, or none.
 
-    The random number of each row is looked up in the cumulative sum of its probabilities. They are in order of size if top-k
-    or top-p needs this order, else in order of ids: to sort 49,152 of them takes 4 ms, and the rest a tenth of that.
+    The random number of each row is looked up in the cumulative sum of its probabilities. They are in order of size if
+    top-k or top-p needs this order, else in order of ids: to sort 49,152 of them takes 4 ms, and the rest a tenth of
+    that.
     """
     table = [(own.temperature, own.top_p, own.min_p) for own in settings]
     temperature, top_p, min_p = torch.tensor(table, dtype=torch.float64, device=logits.device)[..., None].unbind(1)
@@ -131,8 +133,9 @@ def _drawn(
 def _in_order(probabilities: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Sort the probabilities [rows, V] that top-p [rows, 1] can keep: probabilities and ids, both [rows, tokens].
 
-    The largest comes first, equal ones in order of ids; rows with fewer tokens end with probabilities of 0. Top-p drops all
-    tokens below (1 - top_p) / V, since V of them have less than 1 - top_p together: most of a vocabulary is not sorted.
+    The largest comes first, equal ones in order of ids; rows with fewer tokens end with probabilities of 0. Top-p drops
+    all tokens below (1 - top_p) / V, since V of them have less than 1 - top_p together: most of a vocabulary is not
+    sorted.
     """
     size = probabilities.shape[1]
     least = ((1 - top_p) / size).minimum(probabilities.amax(-1, keepdim=True))  # at least one, also after rounding

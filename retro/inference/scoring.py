@@ -3,9 +3,9 @@
     sequences → windows of a context, overlapping by half ───────┬► batches of similar length → log-probabilities
               └► neighbors of their complete chunks, in one search ┘
 
-The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is scored
-once, in the first window that contains it, so it has at least half a context of preceding tokens if the sequence has that many.
-Rows are padded at the end, where causality hides the padding.
+The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is
+scored once, in the first window that contains it, so it has at least half a context of preceding tokens if the sequence
+has that many. Rows are padded at the end, where causality hides the padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,7 +97,8 @@ class Window:
 def to_score(
     model: CopyingModel, sequences: Sequence[np.ndarray], *, context: int, top: int = 0
 ) -> list[ScoredSequence]:
-    """Cut sequences into windows of one context that overlap by half, in whole chunks, to score all tokens except the first.
+    """Cut sequences into windows of one context that overlap by half, in whole chunks, to score all tokens except the
+    first.
 
     Args:
         model: model in evaluation mode.
@@ -205,6 +206,7 @@ def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbo
     chunks = [sequence.chunks(m) for sequence in sequences]
     if not sum(map(len, chunks)):
         return
+    # One search for all sequences: their chunks [n, m] go in together, and its tables [n, …] are cut between sequences.
     borders = np.cumsum(list(map(len, chunks)))[:-1]
     parts = (np.split(table, borders) for table in retrieve(np.concatenate(chunks)))
     for sequence, *tables in zip(sequences, *parts, strict=True):
@@ -235,7 +237,8 @@ def _copied(origins: Origins, row: int, scored: slice, first: int, m: int) -> li
 
 
 def _batches(windows: Sequence[Window], m: int) -> Iterator[list[Window]]:
-    """Yield batches of windows of similar length, for little padding; the longest first, so that a lack of memory shows at once."""
+    """Yield batches of windows of similar length, for little padding; the longest first, so that a lack of memory shows
+    at once."""
     ordered = sorted(windows, key=len, reverse=True)
     shape = _shape_of_neighbors(ordered)
     while ordered:
@@ -253,6 +256,8 @@ def _shape_of_neighbors(windows: Sequence[Window]) -> tuple[int, ...]:
 
 def _batch(windows: list[Window], m: int) -> Inputs:
     """Return the model's inputs. Missing chunks of shorter rows have neighbors of length 0."""
+    # A window of t tokens is t - 1 inputs and t - 1 labels, one to the left of them. Labels that an earlier window
+    # scored stay ignored, and so does padding.
     width = max(map(len, windows)) - 1
     tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
     labels[:] = IGNORED_LABEL
@@ -267,6 +272,7 @@ def _batch(windows: list[Window], m: int) -> Inputs:
         neighbors, lengths = np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
         for row, window in enumerate(windows):
             if window.sequence.neighbors is not None:
+                # Windows begin at a chunk of their sequence, so chunk u of the row is chunk first + u there.
                 first, count = window.start // m, (len(window) - 1) // m
                 for table, part in zip((neighbors, lengths), window.sequence.neighbors[:2], strict=True):
                     table[row, :count] = part[first : first + count]
@@ -298,7 +304,10 @@ def _likeliest(
     trust: Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
+    # Matches need all T tokens. Logits [1, block, V] are made for some positions at a time: they are the largest
+    # tensor.
     blocks, sources, head = [], model.copy_sources(inputs), model.copy_head
+    # Shares do not depend on labels, so these can be any.
     evidence = None if head is None else head.evidence(sources, torch.zeros_like(inputs.tokens))
     for start in range(scored.start, scored.stop, _BLOCK):
         kept = slice(start, min(start + _BLOCK, scored.stop))

@@ -48,7 +48,8 @@ class GenerationSettings:
     logit_bias: tuple[tuple[int, Annotated[float, _within("logit_bias")]], ...] = ()
     """Token ids and the numbers that are added to their logits, -100 to 100."""
     copy_strength: Annotated[float, _within("copy_strength")] = 1.0
-    """Factor of the odds of copying from neighbors and datastore, 0 to 1; 0 = copy nothing from them, but still read neighbors."""
+    """Factor of the odds of copying from neighbors and datastore, 0 to 1; 0 = copy nothing from them, but still read
+    neighbors."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random numbers; every prompt of a batch uses the same seed."""
     stop: tuple[Text, ...] = ()
@@ -58,7 +59,8 @@ class GenerationSettings:
     ignore_eos: bool = False
     """Continue after the end of the document."""
     drafts: bool = True
-    """Verify in one pass tokens that followed the last ones before, in the text or in its neighbors. The text stays the same."""
+    """Verify in one pass tokens that followed the last ones before, in the text or in its neighbors. The text stays the
+    same."""
     logprobs: NonNegativeInt = 0
     """Number of likeliest tokens to return with each token."""
 

@@ -149,7 +149,8 @@ def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores
 
 
 def joined(parts: Iterable[Sources | None]) -> Sources | None:
-    """Join the sources of a text in order; copies that continue each other become one run, and verbatim runs are grouped.
+    """Join the sources of a text in order; copies that continue each other become one run, and verbatim runs are
+    grouped.
 
     None if no part has sources.
     """

@@ -2,8 +2,9 @@
 
     tokens ─► texts of their prefixes ─► character range [start, stop) of each token ─► runs that two rows of tokens share
 
-A token may be a part of a character (one byte of 中), and its text may depend on the token before it. So the text of a token is
-what the decoded prefix gains with it, counted in whole characters. The last part of a character has the character.
+A token may be a part of a character (one byte of 中), and its text may depend on the token before it. So the text of a
+token is what the decoded prefix gains with it, counted in whole characters. The last part of a character has the
+character.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ _AFTER = 4  # tokens after a block: remaining parts of its last character
 def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list[int]]:
     """Return the text of tokens [t] and, for each token, the number of whole characters up to its end: [t] ascending.
 
-    The last number is the length of the text. A token that ends inside a character has the number of the token before it.
+    The last number is the length of the text. A token that ends inside a character has the number of the token before
+    it.
     """
     text, ends, start = "", list[int](), 0
     while start < len(tokens):
@@ -62,7 +64,8 @@ def character_groups(ends: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def characters(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the characters [start, stop) of tokens [start, stop). A character is included if one of them is a part of it."""
+    """Return the characters [start, stop) of tokens [start, stop). A character is included if one of them is a part of
+    it."""
     begin = ends[start - 1] if start else 0
     end = ends[stop - 1]
     if end == (ends[stop - 2] if stop > 1 else 0):  # the last token ends inside a character
@@ -71,14 +74,16 @@ def characters(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:
 
 
 class ChunkTexts:
-    """Character positions of the tokens of chunks for one request: decodes each chunk once, even if it is used several times."""
+    """Character positions of the tokens of chunks for one request: decodes each chunk once, even if it is used several
+    times."""
 
     def __init__(self, retriever: "Retriever") -> None:
         self._decode, self._m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
         self._chunks: dict[int, tuple[str, list[int]]] = {}
 
     def ends(self, chunk_id: int, tokens: np.ndarray) -> list[int]:
-        """Return `token_ends` of a chunk, or of a chunk and its continuation, decoded separately like the two texts of a hit.
+        """Return `token_ends` of a chunk, or of a chunk and its continuation, decoded separately like the two texts of
+        a hit.
 
         Args:
             chunk_id: id of the chunk; that of its continuation is the next one.
@@ -101,7 +106,8 @@ class ChunkTexts:
 
 
 def shared_runs(first: np.ndarray, second: np.ndarray, least: int = 3) -> list[tuple[int, int, int]]:
-    """Find token runs common to two rows [s] and [t]: (position in the first, position in the second, length), longest first.
+    """Find token runs common to two rows [s] and [t]: (position in the first, position in the second, length), longest
+    first.
 
     Greedy: take the longest run, then the longest one that overlaps no taken run in either row, and so on.
     """

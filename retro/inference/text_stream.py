@@ -61,7 +61,8 @@ class TextStream:
         return shown
 
     def _forget(self) -> None:
-        """Drop all but the last few tokens with complete text, so that the cost of a step does not grow with the text."""
+        """Drop all but the last few tokens with complete text, so that the cost of a step does not grow with the
+        text."""
         self._borders.append(len(self._tokens))
         start = max((border for border in self._borders if border <= len(self._tokens) - _BEFORE), default=0)
         if start:

@@ -1,4 +1,5 @@
-"""How far a text trusts retrieval, and why it does so little, in words: for answers of the server, the command line and the page.
+"""How far a text trusts retrieval, and why it does so little, in words: for answers of the server, the command line and
+the page.
 
 `copy_switch.py` computes the trust. Here it is summed up for a reader.
 """

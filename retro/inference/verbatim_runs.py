@@ -1,10 +1,12 @@
-"""Runs of texts that occur verbatim in the training documents of datastores: of a given text, and of a text while it is generated.
+"""Runs of texts that occur verbatim in the training documents of datastores: of a given text, and of a text while it is
+generated.
 
 tokens ─► `trace`, datastore by datastore ─► runs in the order of the text ─► number of occurrences, places in documents
 prompt, then each generated token ─► `Tracer` ─► runs that reach into the answer
 runs ─► `grouped` ─► one run for equal and overlapping ones, those without a word last
 
-Each datastore is searched on its own: a run is as long as possible in its datastore, and another one can have a longer run there.
+Each datastore is searched on its own: a run is as long as possible in its datastore, and another one can have a longer
+run there.
 """
 
 import re
@@ -124,8 +126,8 @@ def is_traced(split: Split) -> bool:
 def open_sorted_prefixes(folder: Path) -> SuffixIndex:
     """Open the sorted prefixes of a datastore.
 
-    They are memory-mapped, and so are the tokens of each shard that a search reads. So of a datastore at a URL these files are fetched whole,
-    unless the cache has them: the sorted prefixes now, tokens as they are needed.
+    They are memory-mapped, and so are the tokens of each shard that a search reads. So of a datastore at a URL these
+    files are fetched whole, unless the cache has them: the sorted prefixes now, tokens as they are needed.
 
     Raises:
         InputError: there are none, a file is missing or damaged, or the URL cannot be read.
@@ -198,7 +200,8 @@ class Span(NamedTuple):
 
 
 def same_tokens(tokens: np.ndarray) -> Hashable:
-    """Equal for runs of the same tokens in any number and order: a repeated line has runs that begin at each of its places."""
+    """Equal for runs of the same tokens in any number and order: a repeated line has runs that begin at each of its
+    places."""
     return frozenset(tokens.tolist())
 
 
@@ -208,12 +211,14 @@ def is_distinctive(text: str) -> bool:
 
 
 def grouped(spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
-    """Let each run stand for the shorter ones of its datastore that say the same, so that repeats do not hide other runs.
+    """Let each run stand for the shorter ones of its datastore that say the same, so that repeats do not hide other
+    runs.
 
     These are runs of the same tokens, and runs of which at least half is in it.
 
     Returns:
-        indices of the runs that are left, in the order of the text, those without a word last; and of those that each stands for.
+        indices of the runs that are left, in the order of the text, those without a word last; and of those that each
+        stands for.
     """
     groups, kept = dict[int, list[int]](), defaultdict[str, list[tuple[int, int, int]]](list)
     same = dict[tuple[str, Hashable], int]()
@@ -235,7 +240,8 @@ def grouped(spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
 
 
 def _overlapped(kept: list[tuple[int, int, int]], span: Span) -> int | None:
-    """The index of the longer run that most of a run is in, at least half. `kept`: first and stop of longer runs and their indices, in order."""
+    """The index of the longer run that most of a run is in, at least half. `kept`: first and stop of longer runs and
+    their indices, in order."""
     at = bisect(kept, (span.first,))
     near = kept[max(0, at - 1) : at + 1]  # none contains another, so others share less
     shared, index = max(

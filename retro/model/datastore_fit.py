@@ -46,10 +46,11 @@ def check_fits(
 
     Args:
         model: its settings; sizes of 0 fit every datastore.
-        datastore: `vocab_size` and `chunk_length`: the manifest, or what a server reports. With `tokenizer`, the fingerprint of
-            its tokenizer, this is compared too.
+        datastore: `vocab_size` and `chunk_length`: the manifest, or what a server reports. With `tokenizer`, the
+            fingerprint of its tokenizer, this is compared too.
         source: the name of the datastore in the error.
-        num_ids: ids of the tokenizer that the model was trained with; 0 = unknown, so the model may have more rows than ids.
+        num_ids: ids of the tokenizer that the model was trained with; 0 = unknown, so the model may have more rows than
+            ids.
         tokenizer: fingerprint of the tokenizer that the model was trained with; empty = unknown.
         advice: last sentence of the error.
     """
@@ -66,7 +67,8 @@ def check_fits(
 
 
 def check_tokens(datastore: Datastore, tokenizer: Any) -> None:
-    """Raise InputError unless a tokenizer of transformers has the tokens of a datastore for the same ids; it may have more."""
+    """Raise InputError unless a tokenizer of transformers has the tokens of a datastore for the same ids; it may have
+    more."""
     theirs, ours = tokenizer.get_vocab(), Tokenizer.open(datastore.folder / "tokenizer").vocabulary
     if different := [token for token, number in ours.items() if theirs.get(token) != number]:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__

@@ -1,5 +1,5 @@
-"""Sizes of models by name: the paper's four (table 10) and three for a CPU. Sizes of retrieval for a trained decoder, and of a
-baseline with as many parameters as a RETRO."""
+"""Sizes of models by name: the paper's four (table 10) and three for a CPU. Sizes of retrieval for a trained decoder,
+and of a baseline with as many parameters as a RETRO."""
 
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +41,8 @@ def _preset(
         heads: number of its heads, and features of each.
         num_layers: its layers.
         cca_layers: those with chunked cross-attention.
-        encoder: its width, inner width and number of heads of 64 features. It has two layers and cross-attention in the first.
+        encoder: its width, inner width and number of heads of 64 features. It has two layers and cross-attention in the
+            first.
         copies: whether it has a copy head over its context, its neighbors and the whole datastore.
     """
     return ModelSettings(
@@ -119,7 +120,8 @@ def _check_unset(settings: ModelSettings, preset: ModelSettings, decided: set[st
 
 
 def _with_base(settings: ModelSettings, base: ModelSettings | None) -> ModelSettings:
-    """The decoder of the base, with the encoder and cross-attention that are set, else the base's, else the usual ones."""
+    """The decoder of the base, with the encoder and cross-attention that are set, else the base's, else the usual
+    ones."""
     if base is None:
         raise InputError("model.preset = 'base' needs train.init_from: name a trained model there.")
     base = _with_copy_head(base, copies=False)
@@ -139,8 +141,8 @@ def _with_base(settings: ModelSettings, base: ModelSettings | None) -> ModelSett
 def usual_retrieval(base: ModelSettings) -> dict[str, Any]:
     """Settings, by key, of encoder and cross-attention for a decoder without retrieval.
 
-    By section 2.5, P is every third layer from 6, and the encoder has two layers of the decoder's width, up to 896. A decoder
-    with fewer than 12 layers has cross-attention in every second layer.
+    By section 2.5, P is every third layer from 6, and the encoder has two layers of the decoder's width, up to 896. A
+    decoder with fewer than 12 layers has cross-attention in every second layer.
     """
     width, matrices = min(base.d_model, 896), 3 if base.activation == "swiglu" else 2
     layers = range(6, base.num_layers + 1, 3) if base.num_layers >= 12 else range(2, base.num_layers + 1, 2)

@@ -1,11 +1,12 @@
-"""Muon (Jordan et al. 2024; at scale Liu et al. 2025, arXiv 2502.16982) for the matrices of layers, and AdamW for all other parameters.
+"""Muon (Jordan et al. 2024; at scale Liu et al. 2025, arXiv 2502.16982) for the matrices of layers, and AdamW for all
+other parameters.
 
     matrices of layers ─────────── momentum ─ whole matrix ─ orthogonalized ─ own shard ─► update
     embeddings, output layer,
     norms, gates, positions … ──── AdamW ────────────────────────────────────────────────► update
 
-An orthogonal update moves all directions of a matrix by the same amount, also those with small gradients. The products need whole matrices:
-where processes hold shards, each gathers one matrix at a time.
+An orthogonal update moves all directions of a matrix by the same amount, also those with small gradients. The products
+need whole matrices: where processes hold shards, each gathers one matrix at a time.
 """
 
 import math
@@ -20,7 +21,8 @@ from retro.parallel.gradient_norms import local
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of a x + b (x xᵀ) x + c (x xᵀ)² x, which moves singular values between 0 and 1 to between 0.7 and 1.2 in five steps (Jordan et al.)."""
+"""Of a x + b (x xᵀ) x + c (x xᵀ)² x, which moves singular values between 0 and 1 to between 0.7 and 1.2 in five steps
+(Jordan et al.)."""
 STEPS = 5
 _TINY = 1e-7
 _EXCLUDED = ("router", "distance_proj", "lora_A", "lora_B")
@@ -30,7 +32,8 @@ _EXCLUDED = ("router", "distance_proj", "lora_A", "lora_B")
 def layer_matrices(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of a model that Muon updates, by name: [out, in], and those of experts [E, out, in].
 
-    Embeddings are no products of matrices, and the output layer learns rows of rare tokens better with AdamW (Jordan et al.).
+    Embeddings are no products of matrices, and the output layer learns rows of rare tokens better with AdamW (Jordan et
+    al.).
     """
     return {
         f"{name}.weight": module.weight
@@ -44,8 +47,9 @@ def layer_matrices(model: nn.Module) -> dict[str, Tensor]:
 class Muon(torch.optim.AdamW):
     """AdamW, and Muon for parameter groups whose `orthogonal` is True.
 
-    It is one optimizer, so loss scale, checkpoints and schedules handle both kinds of groups alike. `torch.optim.Muon` takes matrices only,
-    neither those of experts nor shards, and multiplies in bfloat16 on every device: on a CPU without it a hundred times slower than float32.
+    It is one optimizer, so loss scale, checkpoints and schedules handle both kinds of groups alike. `torch.optim.Muon`
+    takes matrices only, neither those of experts nor shards, and multiplies in bfloat16 on every device: on a CPU
+    without it a hundred times slower than float32.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, **options: Any) -> None:
@@ -60,7 +64,7 @@ class Muon(torch.optim.AdamW):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Update all parameters. With `found_inf` of the loss scale nothing changes, without a wait for the device."""
         assert closure is None, "gradients are computed before"
         groups = self.param_groups
@@ -93,7 +97,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The orthogonal matrices nearest to some, about: [..., rows, columns], with singular values between 0.7 and 1.2. Zeros stay zeros.
+    """The orthogonal matrices nearest to some, about: [..., rows, columns], with singular values between 0.7 and 1.2.
+    Zeros stay zeros.
 
     Args:
         matrices: float32 [..., rows, columns].

@@ -90,7 +90,7 @@ _KEPT = {
 """Operations whose results selective checkpointing keeps."""
 
 
-def _policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _policy(_: object, operation: object, *args: object, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -143,7 +143,8 @@ def _page_paths() -> set[str]:
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    """Swagger UI with files of the package fastapi-offline: the description of the API, with a form for each endpoint."""
+    """Swagger UI with files of the package fastapi-offline: the description of the API, with a form for each
+    endpoint."""
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title=request.app.title,
@@ -175,7 +176,8 @@ async def health() -> Mapping[str, str]:
     responses={503: error_responses()[503]},
 )
 async def ready(service: ServiceDependency) -> Mapping[str, str | int]:
-    """Report whether the server accepts requests; 503 while it shuts down, and if a datastore was built again or has a damaged file."""
+    """Report whether the server accepts requests; 503 while it shuts down, and if a datastore was built again or has a
+    damaged file."""
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down.")
     service.retriever.retrieval.require_unchanged()

@@ -85,7 +85,8 @@ def _moved(hits: list[Hit], first_id: int) -> list[Hit]:
 
 
 def _retrievers_of_datastores(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retriever]]]:
-    """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this datastore."""
+    """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this
+    datastore."""
     for index, split in enumerate(retriever.retrieval.splits):
         alone = replace(retriever, indexes=retriever.indexes[index : index + 1], retrieval=RetrievalSet((split,)))
         yield datastore_name(split.folder), (index << CHUNK_ID_BITS, alone)

@@ -5,13 +5,14 @@
                    └── requests with items left, at the end ◄── work(key, items) ──► results of each request
 
 If the worker is free, it processes a request at once and alone. Requests with the same key share a call. A key contains
-everything that an answer depends on, so no answer depends on the other requests of its batch. The total cost of its items
-limits a batch, and requests take turns item by item. So a large request delays a small one by a batch, not by its length.
+everything that an answer depends on, so no answer depends on the other requests of its batch. The total cost of its
+items limits a batch, and requests take turns item by item. So a large request delays a small one by a batch, not by its
+length.
 
-A client that was just answered can join the next batch: it often sends its next request at once. Without these clients the next
-batch would hold about half of the possible requests. So the worker waits up to a third of the duration of its last call, until
-as many requests are present as there were at the end of that call (answered plus waiting). A single client never waits, and
-neither does a request with another key.
+A client that was just answered can join the next batch: it often sends its next request at once. Without these clients
+the next batch would hold about half of the possible requests. So the worker waits up to a third of the duration of its
+last call, until as many requests are present as there were at the end of that call (answered plus waiting). A single
+client never waits, and neither does a request with another key.
 """
 
 import asyncio
@@ -59,9 +60,11 @@ class _LastBatch(Generic[K]):
 
 
 class Batcher(Generic[K, T, R]):
-    """`await batcher(key, items)` returns the results of `work(key, items)`, which is called for items of several requests.
+    """`await batcher(key, items)` returns the results of `work(key, items)`, which is called for items of several
+    requests.
 
-    It can be used from any number of event loops. The thread starts with the first request and ends after some idle time.
+    It can be used from any number of event loops. The thread starts with the first request and ends after some idle
+    time.
 
     Args:
         name: name of the thread.
@@ -110,7 +113,8 @@ class Batcher(Generic[K, T, R]):
             self._process(parts)
 
     def _gather(self) -> dict[_Request[K, T, R], int]:
-        """Return requests with the first one's key, and the number of their next items in the batch. Empty = the thread ends."""
+        """Return requests with the first one's key, and the number of their next items in the batch. Empty = the thread
+        ends."""
         with self._arrival:
             while not self._first():
                 if not self._arrival.wait(_IDLE_SECONDS) and not self._waiting:
@@ -160,7 +164,8 @@ class Batcher(Generic[K, T, R]):
         return parts
 
     def _process(self, parts: dict[_Request[K, T, R], int]) -> None:
-        """Process the next items of requests together. If that fails, process each alone, so that only the faulty one fails."""
+        """Process the next items of requests together. If that fails, process each alone, so that only the faulty one
+        fails."""
         (key,) = {request.key for request in parts}
         items = [
             item

@@ -145,12 +145,13 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
 def _as_invalid_request(problem: Mapping[str, Any], scope: Scope) -> InvalidRequest:
     """Convert a validation error of pydantic, with the name of the field.
 
-    The error's location begins with the part of the request (`body`, `path`, `query`). For a field with several types it also
-    contains the type that pydantic tried, e.g. `body.vectors.0.list[float].3`. The name leaves both out.
+    The error's location begins with the part of the request (`body`, `path`, `query`). For a field with several types
+    it also contains the type that pydantic tried, e.g. `body.vectors.0.list[float].3`. The name leaves both out.
     """
     kind, (part, *names) = problem["type"], map(str, problem["loc"])
     if part == "body" and not names and kind in ("missing", "model_attributes_type"):
-        # Browsers send JSON to another origin only after a preflight request, so pages of other sites cannot use the API.
+        # Browsers send JSON to another origin only after a preflight request, so pages of other sites cannot use the
+        # API.
         return InvalidRequest("the body must be a JSON object: send it with the header Content-Type: application/json")
     unknown = kind == "extra_forbidden"
     sent = {0, len(names) - 1 if unknown else 0}  # these names always come from the client

@@ -102,7 +102,8 @@ def differing_prompt(tokenizer: Tokenizer, tokens: np.ndarray, on: Scores, off: 
 
 
 def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.ExamplesResponse:
-    """Return the beginnings of documents with near to middling neighbors, those first that copy the most distinctive words.
+    """Return the beginnings of documents with near to middling neighbors, those first that copy the most distinctive
+    words.
 
     Without held-out documents, the documents are from the datastore itself and find themselves.
     """
@@ -125,7 +126,8 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
 
 
 def _distances(retriever: Retriever, split: Split, ranges: np.ndarray, chunks: int) -> np.ndarray:
-    """Mean squared distance [n] of the nearest stored neighbors of the first chunks of documents with these ranges [n, 2]."""
+    """Mean squared distance [n] of the nearest stored neighbors of the first chunks of documents with these ranges [n,
+    2]."""
     if not retriever.datastore.has("neighbors") or not len(ranges):
         return np.zeros(len(ranges))
     ids = np.minimum(ranges[:, :1] + np.arange(chunks), ranges[:, 1:] - 1)  # [n, chunks]

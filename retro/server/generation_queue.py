@@ -1,4 +1,5 @@
-"""Generation for many clients: one thread continues all texts in one batch, and each client receives its tokens one by one.
+"""Generation for many clients: one thread continues all texts in one batch, and each client receives its tokens one by
+one.
 
     request ─► waits for places in the batch ─► Batch.step, again and again ─► tokens ─► event loop of the request
 
@@ -172,7 +173,8 @@ class GenerationQueue:
                 self._end([request for request in requests if request.joined], error)
 
     def _present(self) -> list[_Request]:
-        """Return the requests that clients wait for; the texts of others leave the batch. Without any, the thread ends."""
+        """Return the requests that clients wait for; the texts of others leave the batch. Without any, the thread
+        ends."""
         with self._lock:
             gone = [request for request in self._requests if request.gone]
             self._requests = [request for request in self._requests if request not in gone]
@@ -183,7 +185,8 @@ class GenerationQueue:
         return present
 
     def _admit(self, requests: Sequence[_Request]) -> None:
-        """Give free places of the batch to texts that wait. Continuations of a prompt that join together read it once."""
+        """Give free places of the batch to texts that wait. Continuations of a prompt that join together read it
+        once."""
         joining, share = dict[_Request, list[int]](), max(1, self._max_num_seqs // 8)
         for _ in range(self._max_num_seqs - len(self._batch)):
             waiting = [request for request in requests if request.waiting]

@@ -69,7 +69,8 @@ class _Answer:
     """Sends an answer with the common headers, and records its status, whether it has begun, and a lost client.
 
     Attributes:
-        reads: whether the answer may be made from files of a datastore. Then one of a file that ended too early is not sent.
+        reads: whether the answer may be made from files of a datastore. Then one of a file that ended too early is not
+            sent.
     """
 
     def __init__(self, scope: Scope, send: Send, request_id: bytes) -> None:
@@ -97,7 +98,8 @@ class Limits:
         admission: shared with the endpoint `/ready` and the metrics.
         metrics: counts the answers.
         token: bearer token that requests must send; empty = none.
-        public: paths that need no token and are always answered: health, readiness, the page, the description of the API.
+        public: paths that need no token and are always answered: health, readiness, the page, the description of the
+            API.
         files: those of the datastores. No request is answered while one is damaged.
     """
 
@@ -184,9 +186,9 @@ class Limits:
     def _check_access(self, scope: Scope) -> None:
         """Check the bearer token, or, on a server without a token, the `Host` header.
 
-        The `Host` check prevents DNS rebinding: a web page of another site points a host name of that site to this machine.
-        The browser then treats the server as part of that site, so neither CORS nor the content type protects the answers.
-        But the browser sends the site's name as `Host`.
+        The `Host` check prevents DNS rebinding: a web page of another site points a host name of that site to this
+        machine. The browser then treats the server as part of that site, so neither CORS nor the content type protects
+        the answers. But the browser sends the site's name as `Host`.
         """
         if self._token:
             given = _header(scope, b"authorization")
@@ -308,7 +310,8 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def _replay(body: bytes) -> Receive:
-    """Return a `receive` that yields the body once and then waits: the watcher cancels the application on a disconnect."""
+    """Return a `receive` that yields the body once and then waits: the watcher cancels the application on a
+    disconnect."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

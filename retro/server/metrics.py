@@ -42,7 +42,8 @@ class Metrics:
     def gauge(
         self, name: str, text: str, read: Callable[[], int] | Mapping[str, Callable[[], int]], label: str = "work"
     ) -> None:
-        """Add a gauge that is read when the metrics are requested; a mapping reads the value of each value of the label."""
+        """Add a gauge that is read when the metrics are requested; a mapping reads the value of each value of the
+        label."""
         if callable(read):
             Gauge(name, text, registry=self._registry).set_function(read)
             return

@@ -28,7 +28,8 @@ router = APIRouter(route_class=JsonRoute, tags=["model"])
 
 @router.post("/score", responses=error_responses(404, 413, 422))
 async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> schemas.ScoreResponse:
-    """Score a text: log-probabilities of its tokens with retrieval ON and OFF. A difference above 0 means that retrieval helped."""
+    """Score a text: log-probabilities of its tokens with retrieval ON and OFF. A difference above 0 means that
+    retrieval helped."""
     service.model()
     if service.retrieves:
         service.limits.within("max_model_k", request.k, "k")

@@ -19,7 +19,8 @@ from retro.server.settings import ServeSettings
 
 
 def uvicorn_config(app: FastAPI, **options: Any) -> uvicorn.Config:
-    """Return the configuration of uvicorn for an application of `make_app`; `options` are further options of uvicorn."""
+    """Return the configuration of uvicorn for an application of `make_app`; `options` are further options of
+    uvicorn."""
     protocol: Any = partial(Protocol, settings=app.state.service.settings)
     return uvicorn.Config(
         app,

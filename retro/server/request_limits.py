@@ -68,7 +68,8 @@ class RequestLimits:
         self.within("max_neighbor_tokens", tokens, param, f"neighbor tokens with k = {k}")
 
     def generation(self, prompts: Sequence[np.ndarray], max_tokens: int, k: int, param: str) -> None:
-        """Require prompts [t] that fit into the context; limit the neighbor tokens that they and their continuations read."""
+        """Require prompts [t] that fit into the context; limit the neighbor tokens that they and their continuations
+        read."""
         assert self._language_model is not None
         context, longest = self._language_model.context, max(map(len, prompts))
         if longest > context:

@@ -53,7 +53,8 @@ class _JsonRequest(Request):
 
 
 async def service_of(request: Request) -> Service:
-    """Return the service of a request's application. (`async`, because FastAPI runs other functions on another thread.)"""
+    """Return the service of a request's application. (`async`, because FastAPI runs other functions on another
+    thread.)"""
     service: Service = request.app.state.service
     return service
 
@@ -63,7 +64,8 @@ ServiceDependency = Annotated[Service, Depends(service_of)]
 
 
 def stream_responses(answer: str, model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return OpenAPI's `responses` of an endpoint that can stream: server-sent events with a model, or an error, as JSON."""
+    """Return OpenAPI's `responses` of an endpoint that can stream: server-sent events with a model, or an error, as
+    JSON."""
     kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (model, ErrorResponse)]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
     item = {"type": "object", "properties": {"data": data}, "required": ["data"]}

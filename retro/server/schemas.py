@@ -17,7 +17,7 @@ from retro.inference.source_texts import Sources
 from retro.inference.verbatim_runs import TracedRun
 
 
-def _as_integer(value: Any) -> Any:
+def _as_integer(value: object) -> Any:
     """Convert 2.0 to 2, as JSON Schema's `integer` includes it."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -128,7 +128,8 @@ class TraceRequest(Request):
 
 
 class TraceResponse(BaseModel):
-    """Runs in the order of the text, those without a word last. One stands for equal ones, and for those that overlap it by half."""
+    """Runs in the order of the text, those without a word last. One stands for equal ones, and for those that overlap
+    it by half."""
 
     text: str = Field(description="Text of all tokens: that of the request, as the tokenizer normalizes it.")
     runs: list[TracedRun]
@@ -207,7 +208,8 @@ class EmbedRequest(Request):
 
 
 class EmbedResponse(BaseModel):
-    """A unit vector for each text in the requested encoding: numbers, or their little-endian float32 bytes in base64."""
+    """A unit vector for each text in the requested encoding: numbers, or their little-endian float32 bytes in
+    base64."""
 
     vectors: list[Vector]
 
@@ -309,7 +311,8 @@ class ScoreResponse(BaseModel):
 
 
 class GenerateRequest(Request):
-    """A prompt to continue. With `stream`, the answer is a stream of server-sent events with one `GenerateEvent` each."""
+    """A prompt to continue. With `stream`, the answer is a stream of server-sent events with one `GenerateEvent`
+    each."""
 
     model_config = example(prompt="import os\n", max_tokens=16, temperature=0, stream=False)
 
@@ -359,7 +362,8 @@ class ErrorResponse(BaseModel):
 
 
 class Status(BaseModel):
-    """State of the server: `ok` or `ready`; how many large files, used here for the first time, are still compared with their checksums."""
+    """State of the server: `ok` or `ready`; how many large files, used here for the first time, are still compared with
+    their checksums."""
 
     status: str
     files_to_compare: int | None = None

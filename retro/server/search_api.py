@@ -131,7 +131,8 @@ def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
 
 @router.post("/neighbors", responses=error_responses(413, 422), tags=["search"])
 async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependency) -> schemas.NeighborsResponse:
-    """Cut a text into chunks as in training, and find each chunk's neighbors and the token runs that they share with it."""
+    """Cut a text into chunks as in training, and find each chunk's neighbors and the token runs that they share with
+    it."""
     retriever = service.retriever
     tokens = (await service.encoded([request.text], "text"))[0]
     tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # the text is the beginning of a document
@@ -154,7 +155,8 @@ async def neighbor_tokens(
 ) -> schemas.NeighborTokensResponse:
     """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them.
 
-    They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`, `neighbors.rerank`).
+    They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`,
+    `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
     service.limits.search(len(request.chunks), request.k, "dense", "chunks")

@@ -199,7 +199,8 @@ class Service:
         sources: bool = False,
         starts: Sequence[int] = (),
     ) -> AsyncIterator[Sourced]:
-        """Yield the tokens of `GenerationQueue.generate`; with `sources`, each has what is new in those of its continuation.
+        """Yield the tokens of `GenerationQueue.generate`; with `sources`, each has what is new in those of its
+        continuation.
 
         `starts` are the characters of each answer before its continuation; empty = 0.
         """
@@ -237,9 +238,11 @@ class Service:
         return [row.astype(np.int64) for row in rows]
 
     def as_document(self, tokens: np.ndarray) -> np.ndarray:
-        """Put the beginning-of-document token in front of tokens [t], unless it is there: the model was trained on whole documents."""
+        """Put the beginning-of-document token in front of tokens [t], unless it is there: the model was trained on
+        whole documents."""
         bos, eos = self.retriever.tokenizer.bos_id, self.retriever.tokenizer.eos_id
-        # lm-eval's client begins a document with the end-of-document token if the beginning-of-document token has the id 0.
+        # lm-eval's client begins a document with the end-of-document token if the beginning-of-document token has the
+        # id 0.
         begun = {bos, eos} if bos == 0 else {bos}
         rest = tokens[1:] if len(tokens) and int(tokens[0]) in begun else tokens
         return np.concatenate([[bos], rest]).astype(np.int64)
@@ -261,8 +264,8 @@ def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | N
     """Return the template in a file or folder, or the checkpoint's; None if there is none.
 
     Raises:
-        InputError: there is no template at the path, or it cannot write conversations. If the checkpoint's cannot, a warning is
-            logged: the model still works for completions.
+        InputError: there is no template at the path, or it cannot write conversations. If the checkpoint's cannot, a
+            warning is logged: the model still works for completions.
     """
     if path:
         template = ChatTemplate(
@@ -283,7 +286,8 @@ def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | N
 
 
 def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:
-    """Return the folder name of the checkpoint's run or the name of an exported file; without a model, the datastore's folder."""
+    """Return the folder name of the checkpoint's run or the name of an exported file; without a model, the datastore's
+    folder."""
     if language_model is None:
         return retriever.datastore.folder.resolve().name
     path = language_model.checkpoint.path.resolve()

@@ -21,7 +21,8 @@ class ServeSettings:
     """Limits of the server: size, number and duration of requests, and who may send them."""
 
     name: str = ""
-    """Name of the model for clients of /v1. Empty = the name of the checkpoint's run, or of the datastore without a checkpoint."""
+    """Name of the model for clients of /v1. Empty = the name of the checkpoint's run, or of the datastore without a
+    checkpoint."""
     max_head_bytes: PositiveInt = 2**16
     """Largest size of a request's URL and headers, in bytes. Larger requests are answered 431."""
     max_body_bytes: PositiveInt = 4 * 2**20
@@ -33,9 +34,11 @@ class ServeSettings:
     max_model_k: PositiveInt = 16
     """Largest number of neighbors of each chunk that the model reads."""
     max_neighbor_tokens: PositiveInt = 2**16
-    """Largest number of neighbor tokens for a request that the model or `/neighbors` reads: chunks × k × 2 chunk lengths."""
+    """Largest number of neighbor tokens for a request that the model or `/neighbors` reads: chunks × k × 2 chunk
+    lengths."""
     max_candidates: PositiveInt = 2**14
-    """Largest number of candidates that a search ranks for all queries of a request. A query has 64, or k if k is larger, and twice as many with `hybrid`."""
+    """Largest number of candidates that a search ranks for all queries of a request. A query has 64, or k if k is
+    larger, and twice as many with `hybrid`."""
     max_characters: PositiveInt = 2**18
     """Largest number of characters in all texts of a request."""
     max_input_tokens: PositiveInt = 16384
@@ -53,20 +56,24 @@ class ServeSettings:
     max_score_tokens: PositiveInt = 2**15
     """Largest number of tokens that are scored at once, neighbors included."""
     max_num_seqs: PositiveInt = 32
-    """Largest number of texts that are generated in one batch; others wait. A batch has a cache of keys and values for each."""
+    """Largest number of texts that are generated in one batch; others wait. A batch has a cache of keys and values for
+    each."""
     neighbor_cache_bytes: NonNegativeInt = 2**30
-    """Largest size of the keys and values of neighbors that are kept for later chunks and requests, if the decoder reads neighbors
-    itself (`model.retrieval.reader`)."""
+    """Largest size of the keys and values of neighbors that are kept for later chunks and requests, if the decoder
+    reads neighbors itself (`model.retrieval.reader`)."""
     shutdown_seconds: _Seconds = 30.0
     """Time after SIGTERM to finish accepted requests."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use this server from a browser. Empty = only the server's own page."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names that a server without a token accepts, in addition to `localhost`, `--host` and IP addresses; `*` = any."""
+    """Host names that a server without a token accepts, in addition to `localhost`, `--host` and IP addresses; `*` =
+    any."""
     chat_template: str = ""
-    """Jinja file, or folder of a tokenizer with a chat template, for `/v1/chat/completions`. Empty = that of the checkpoint."""
+    """Jinja file, or folder of a tokenizer with a chat template, for `/v1/chat/completions`. Empty = that of the
+    checkpoint."""
     strict_fields: bool = False
-    """Refuse requests under /v1 with unknown fields. Otherwise they are ignored, and the answer's header `Warning` names them."""
+    """Refuse requests under /v1 with unknown fields. Otherwise they are ignored, and the answer's header `Warning`
+    names them."""
     access_log: bool = False
     """Write one line for each request to standard error."""
 

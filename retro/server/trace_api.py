@@ -74,7 +74,8 @@ async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) 
     )
 
 
-# Work is divided into short parts: requests take turns part by part, and a request that is cancelled has no further one.
+# Work is divided into short parts: requests take turns part by part, and a request that is cancelled has no further
+# one.
 
 
 async def _runs(service: Service, datastore: TracedDatastore, tokens: list[int], least: int) -> list[Run]:

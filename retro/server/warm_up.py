@@ -91,7 +91,8 @@ def first_uses(service: "Service") -> Iterator[FirstUse]:
 
 
 def _traces(service: "Service") -> bool:
-    """Whether verbatim runs are found without a download: of a datastore at a URL, sorted prefixes are fetched first."""
+    """Whether verbatim runs are found without a download: of a datastore at a URL, sorted prefixes are fetched
+    first."""
     return service.traces and not any(url_of(split.folder) for split in service.retriever.retrieval.splits)
 
 

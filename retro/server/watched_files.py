@@ -1,4 +1,5 @@
-"""The files of the served datastores, checked on a thread of their own: other threads may be busy for long, and checksums take time.
+"""The files of the served datastores, checked on a thread of their own: other threads may be busy for long, and
+checksums take time.
 
 request ─► `require`: all files as when they were opened? ─► answer
 exception that no request explains ─► `explained`: a damaged file? ─► 503 with its name, and `/ready` answers 503 from then on

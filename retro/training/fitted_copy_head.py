@@ -1,8 +1,8 @@
 """Fit sources of the copy head to a trained model with a few forward passes, without training.
 
-The networks of the sources (`CopySource`) begin with weights that were fitted to other text, and are moved a little. The loss of a token
-depends on them only through what a forward pass gives once: the vocabulary's loss, the probability of its likeliest token, and the
-counts of votes. All sources are fitted together.
+The networks of the sources (`CopySource`) begin with weights that were fitted to other text, and are moved a little.
+The loss of a token depends on them only through what a forward pass gives once: the vocabulary's loss, the probability
+of its likeliest token, and the counts of votes. All sources are fitted together.
 
     a checkpoint + a datastore ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
 
@@ -43,10 +43,11 @@ from retro.model_settings import ModelSettings, SourceName, updated
 log = logging.getLogger("retro")
 
 SPAN = 256
-"""Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
-which brought 0.3% more with the PEPs."""
+"""Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times
+as many documents, which brought 0.3% more with the PEPs."""
 _PULL = 80.0
-"""Nats that a weight costs at a distance of 1 from its start. With a quarter of it, 1,500 tokens of one kind of text made another kind worse."""
+"""Nats that a weight costs at a distance of 1 from its start. With a quarter of it, 1,500 tokens of one kind of text
+made another kind worse."""
 _STEPS = 100
 
 
@@ -92,13 +93,15 @@ def add_retrieval(
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
-        names: sources to add; empty = neighbors, and the whole datastore if it has votes, as far as the model lacks them.
-        reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the checkpoint.
+        names: sources to add; empty = neighbors, and the whole datastore if it has votes, as far as the model lacks
+            them.
+        reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the
+            checkpoint.
         advance: receives numbers of tokens that were read.
 
     Raises:
-        InputError: the model copies from these already; or the datastore has another tokenizer, another chunk length than
-            a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
+        InputError: the model copies from these already; or the datastore has another tokenizer, another chunk length
+            than a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
     """
     datastore = Datastore.open(folder)
     checkpoint = without_copying(for_datastore(checkpoint, folder))
@@ -286,7 +289,8 @@ def fit_copy_head(
 def tokens_to_fit(
     model: CopyingModel, batch: Inputs, placement: Placement, names: Sequence[str], hidden: Tensor | None = None
 ) -> tuple[TokensToFit, Tensor] | None:
-    """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
+    """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None =
+    it lacks a source."""
     head, sources = model.copy_head, model.copy_sources(batch)
     assert head is not None
     if not set(names) <= set(sources):

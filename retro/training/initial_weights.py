@@ -1,7 +1,7 @@
 """`train.init_from`: start a new run with the weights of a trained model.
 
-A RETRO can start from a baseline (encoder and cross-attention are new, and add nothing at first), a baseline from a RETRO (they
-are left out), and each from its own kind, with other data or settings. LoRA and a prefix are loaded too.
+A RETRO can start from a baseline (encoder and cross-attention are new, and add nothing at first), a baseline from a
+RETRO (they are left out), and each from its own kind, with other data or settings. LoRA and a prefix are loaded too.
 """
 
 import logging
@@ -23,8 +23,9 @@ def load_initial_weights(
 ) -> None:
     """Copy the checkpoint's weights into the model. Weights that the checkpoint lacks stay random, and are logged.
 
-    Output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON starts equal to OFF: random ones
-    harm a trained decoder at first, which costs a RETROfit some of its few tokens (docs/how-to/retrofit.md).
+    Output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON starts equal to OFF:
+    random ones harm a trained decoder at first, which costs a RETROfit some of its few tokens
+    (docs/how-to/retrofit.md).
 
     Args:
         checkpoint: source of the weights.
@@ -34,9 +35,9 @@ def load_initial_weights(
         tokenizer: fingerprint of the data's tokenizer; empty = unknown.
 
     Raises:
-        InputError: a weight has another shape; the checkpoint has a weight outside encoder and cross-attention that the model
-            lacks; a setting that does not affect shapes differs; the checkpoint lacks a weight that will not be trained; or it
-            was trained with another tokenizer.
+        InputError: a weight has another shape; the checkpoint has a weight outside encoder and cross-attention that the
+            model lacks; a setting that does not affect shapes differs; the checkpoint lacks a weight that will not be
+            trained; or it was trained with another tokenizer.
     """
     path, ours = checkpoint.path, model.state_dict()
     theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_lora(name)}
@@ -90,7 +91,8 @@ def _check_prefix(checkpoint: Checkpoint, model: Retro) -> None:
 
 
 def _switch(names: list[str], value: str) -> str:
-    """The line that adds or removes a copy head over the context, if it is among these weights: it can be there by default."""
+    """The line that adds or removes a copy head over the context, if it is among these weights: it can be there by
+    default."""
     is_copying = any(name.startswith("copy_head.context.") for name in names)
     return f"Set model.copy_head.context = {value}. " * is_copying
 
@@ -122,7 +124,8 @@ def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, lora: Lora
 
 
 def _check_function(checkpoint: Checkpoint, model: Retro) -> None:
-    """Refuse settings with which the checkpoint's weights fit but compute something else: 8 heads of 32 features for 4 of 64."""
+    """Refuse settings with which the checkpoint's weights fit but compute something else: 8 heads of 32 features for 4
+    of 64."""
     theirs, ours = flatten(checkpoint.model), flatten(model.settings)
     unused = keys_without_effect(checkpoint.model) | keys_without_effect(model.settings)
     for key in ours:

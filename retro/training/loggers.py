@@ -27,7 +27,8 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """Writes `metrics.jsonl`. Lines after the step from which a run resumes are removed, because the run writes them again."""
+    """Writes `metrics.jsonl`. Lines after the step from which a run resumes are removed, because the run writes them
+    again."""
 
     def __init__(self, path: Path, step: int) -> None:
         lines = []
@@ -101,7 +102,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to the project `WANDB_PROJECT` (default `retro`), named after the run's folder. `wandb.json` keeps the id for resuming.
+    """Logs to the project `WANDB_PROJECT` (default `retro`), named after the run's folder. `wandb.json` keeps the id
+    for resuming.
 
     Weights & Biases rejects a step that it already has, so a run that starts over gets a new id.
     """

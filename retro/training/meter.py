@@ -21,7 +21,8 @@ class Meter:
     """Mean loss and speed of the steps since the last line of metrics.
 
     Attributes:
-        loss, steps: sum and number of the losses. A checkpoint keeps both, so that a resumed run logs the same to the bit.
+        loss, steps: sum and number of the losses. A checkpoint keeps both, so that a resumed run logs the same to the
+            bit.
         tokens, started: tokens trained on, and the time at which counting started.
     """
 

@@ -4,8 +4,8 @@
     weights before and after ─ update ratio ┴─ every n-th step ───── metrics, warnings
     loss, norm of the whole gradient ───────── every step ────────── warnings
 
-A value is compared with the median of the values before it, and its distance from the median with their median distance. A few
-outliers do not move either.
+A value is compared with the median of the values before it, and its distance from the median with their median
+distance. A few outliers do not move either.
 """
 
 import logging
@@ -31,8 +31,8 @@ _DEVIATIONS = 6.0  # from the median that are far, where a deviation is that of 
 _LOSS_MARGIN = 0.1  # of the median, by which a loss must be above it too
 _NORM_FACTOR = 10.0  # of the median, by which the norm of a gradient must be above it too
 _IN_A_ROW = 3  # a single odd batch is not yet a divergence
-# Of an update to its weights. Small models that learn best are at 0.02 with ten times train.lr, and soon far below; AdamW's first step
-# without a warm-up comes to 0.05.
+# Of an update to its weights. Small models that learn best are at 0.02 with ten times train.lr, and soon far below;
+# AdamW's first step without a warm-up comes to 0.05.
 _LARGEST_RATIO = 0.1
 _LARGEST_RATIO_OF_EMBEDDING = 0.3  # its rows begin small
 _QUIET_STEPS = 200  # between two warnings of one kind
@@ -45,7 +45,8 @@ class Monitor:
     Attributes:
         groups: parameters by the name of their layer group.
         tiny: smallest normal number of the data type of matrix products.
-        every: steps between measurements of the groups. Early steps have more, because a wrong learning rate shows there.
+        every: steps between measurements of the groups. Early steps have more, because a wrong learning rate shows
+            there.
     """
 
     groups: dict[str, list[nn.Parameter]]

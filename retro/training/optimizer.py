@@ -26,8 +26,9 @@ def make_optimizer(
     Args:
         parts: parts of a model; a parameter has the same name in every part.
         settings: learning rate, betas and weight decay.
-        factors: factors of the learning rate by name of the parameter, default 1; see `learning_rate_factors`. Each group
-            keeps its factor as `lr_factor`. The decay per step does not depend on it. Muon's matrices have one of their own.
+        factors: factors of the learning rate by name of the parameter, default 1; see `learning_rate_factors`. Each
+            group keeps its factor as `lr_factor`. The decay per step does not depend on it. Muon's matrices have one of
+            their own.
         dtype: of the products of Muon.
 
     Raises:
@@ -89,8 +90,8 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 def learning_rate_factors(model: Retro) -> dict[str, float]:
     """Name of a parameter → factor of its learning rate, for those that do not learn at `train.lr`. Empty without muP.
 
-    Maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, table 8, for Adam): one learning rate for all widths.
-    A step changes activations by the same amount in wide and narrow models. With `init` = mup
+    Maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, table 8, for Adam): one learning rate for all
+    widths. A step changes activations by the same amount in wide and narrow models. With `init` = mup
 
         hidden matrices    learn at mup_base_width / inputs of train.lr (here); initial weights as usual, 1/sqrt(inputs)
         embeddings         enter the stream times sqrt(mup_base_width), not sqrt(d_model), and learn at train.lr

@@ -19,8 +19,8 @@ from retro.training.settings import TrainSettings
 
 log = logging.getLogger("retro")
 
-# Settings that may change when a run is resumed, because they change neither weights nor losses. `on_nan` is among them so that a
-# run can skip the batch at which it stopped. A datastore may move: its fingerprint is compared.
+# Settings that may change when a run is resumed, because they change neither weights nor losses. `on_nan` is among them
+# so that a run can skip the batch at which it stopped. A datastore may move: its fingerprint is compared.
 _FREE = {
     "train": [
         "device",
@@ -151,8 +151,8 @@ def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> di
 def score_of(line: dict[str, float]) -> tuple[str, float] | None:
     """Name and value of the metric that ranks checkpoints (lower is better), or None.
 
-    It is bits per byte of the first evaluation set, with retrieval ON if the model retrieves. For fine-tuning it is the loss of the
-    held-out answers.
+    It is bits per byte of the first evaluation set, with retrieval ON if the model retrieves. For fine-tuning it is the
+    loss of the held-out answers.
     """
     names = [name for ending in _HELD_OUT for name in line if name.endswith(ending)]
     name = next(iter(names), None)

@@ -54,7 +54,8 @@ class RunSettings:
 
     @property
     def retrieval_dropout(self) -> float:
-        """`data.retrieval_dropout`, but 0 if only retrieval is trained: a frozen decoder learns nothing without neighbors."""
+        """`data.retrieval_dropout`, but 0 if only retrieval is trained: a frozen decoder learns nothing without
+        neighbors."""
         return 0.0 if self.retrieval_only else self.data.retrieval_dropout
 
     @property

@@ -23,13 +23,14 @@ class TrainSettings:
     batch_size: PositiveInt = 8
     """Sequences of one forward pass."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Batches of one optimizer step. Each has its own forward and backward pass; the loss is the mean over all labels."""
+    """Batches of one optimizer step. Each has its own forward and backward pass; the loss is the mean over all
+    labels."""
     optimizer: Optimizer = "adamw"
-    """`adamw` (paper), or `muon`: orthogonal updates for the matrices of layers, and AdamW for embeddings, output layer, norms, gates,
-    relative positions and adapters."""
+    """`adamw` (paper), or `muon`: orthogonal updates for the matrices of layers, and AdamW for embeddings, output
+    layer, norms, gates, relative positions and adapters."""
     muon_lr: PositiveFloat = 0.05
-    """Peak learning rate of matrices with `muon`: the largest singular value of an update is about this times sqrt(outputs / inputs), at
-    least this. It follows the schedule of `lr`, and does not depend on the width."""
+    """Peak learning rate of matrices with `muon`: the largest singular value of an update is about this times
+    sqrt(outputs / inputs), at least this. It follows the schedule of `lr`, and does not depend on the width."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
     min_lr_ratio: Fraction = 0.1
@@ -37,13 +38,13 @@ class TrainSettings:
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up from 1e-7 (paper: 750). A run with fewer `steps` warms up in a tenth of them."""
     lr_schedule: Schedule = "cosine"
-    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can be
-    continued as `wsd`."""
+    """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can
+    be continued as `wsd`."""
     decay_ratio: PositiveFraction = 0.2
     """Fraction of the steps in which `wsd` decays, the last ones."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay (paper: 0.1), for matrices and embeddings: a step multiplies them by 1 - `lr` x `weight_decay`, with `muon` too. Gains,
-    biases and vectors of heads do not decay."""
+    """Weight decay (paper: 0.1), for matrices and embeddings: a step multiplies them by 1 - `lr` x `weight_decay`, with
+    `muon` too. Gains, biases and vectors of heads do not decay."""
     beta1: Fraction = 0.9
     """AdamW's beta of the first moment (paper: 0.9)."""
     beta2: Fraction = 0.95
@@ -53,26 +54,28 @@ class TrainSettings:
     seed: int = 0
     """Seed of the initial weights and of dropout."""
     init_from: str = ""
-    """Initial weights: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random weights. It may lack the encoder
-    and cross-attention, or have them although this model has none."""
+    """Initial weights: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random weights. It may lack the
+    encoder and cross-attention, or have them although this model has none."""
     weights: Weights = "all"
-    """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of a frozen
-    decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter (`lora.rank`) or a prefix
+    """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of
+    a frozen decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter (`lora.rank`) or a prefix
     (`model.attention.prefix_tokens`)."""
     precision: Precision = "auto"
-    """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the hardware multiplies it fast, else float32.
-    `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""
+    """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the hardware multiplies it fast, else
+    float32. `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""
     on_nan: OnNan = "stop"
-    """If loss or gradient are not finite: `stop` before the update and save a checkpoint, or `skip` the batch and continue.
-    In both cases `bad_batches/` in the run's folder names the samples, chunks and documents."""
+    """If loss or gradient are not finite: `stop` before the update and save a checkpoint, or `skip` the batch and
+    continue. In both cases `bad_batches/` in the run's folder names the samples, chunks and documents."""
     monitor_every: NonNegativeInt = 50
-    """Log gradient norm, update ratio, overflow and underflow of each layer group every n steps, and in steps 1, 2, 4, 8 … of
-    the beginning; 0 = never. Loss and gradient norm are watched in every step. The monitor warns of signs of divergence."""
+    """Log gradient norm, update ratio, overflow and underflow of each layer group every n steps, and in steps 1, 2, 4,
+    8 … of the beginning; 0 = never. Loss and gradient norm are watched in every step. The monitor warns of signs of
+    divergence."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
     compile: Literal["auto", "yes", "no"] = "auto"
-    """Compile the model with `torch.compile`: `yes`, `no`, or `auto`. `auto` compiles on CUDA, and on a CPU with a C++ compiler in
-    runs that take long (1e15 FLOPs and more). On a CPU compilation takes one to four minutes, then steps are 10% to 25% faster."""
+    """Compile the model with `torch.compile`: `yes`, `no`, or `auto`. `auto` compiles on CUDA, and on a CPU with a C++
+    compiler in runs that take long (1e15 FLOPs and more). On a CPU compilation takes one to four minutes, then steps
+    are 10% to 25% faster."""
     num_workers: Annotated[int, Field(ge=-1)] = -1
     """Processes that prepare batches ahead of time; 0 = in the training process; -1 = 2 on CUDA, else 0."""
     eval_every: NonNegativeInt = 500

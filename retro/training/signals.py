@@ -24,11 +24,12 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def signals_as_requests() -> Iterator[Callable[[], int | None]]:
-    """Record SIGTERM and SIGINT instead of handling them. Yields a function that returns the first signal's number, or None.
+    """Record SIGTERM and SIGINT instead of handling them. Yields a function that returns the first signal's number, or
+    None.
 
-    A second SIGINT interrupts as usual. A second SIGTERM is ignored: launchers forward theirs to processes that already received
-    one, and SIGKILL is left for impatience. On exit the previous handlers are restored. Outside the main thread this does nothing,
-    because Python handles signals only there.
+    A second SIGINT interrupts as usual. A second SIGTERM is ignored: launchers forward theirs to processes that already
+    received one, and SIGKILL is left for impatience. On exit the previous handlers are restored. Outside the main
+    thread this does nothing, because Python handles signals only there.
     """
     received: list[int] = []
     before: dict[int, Any] = {}

@@ -39,7 +39,8 @@ class StepResult:
         monitored: metrics of the layer groups; empty in steps that the monitor skips.
         num_tokens: tokens of the step, of all processes.
         update: `applied`; `overflow`: skipped because the gradient was too large for float16, which a lower loss scale
-            fixes; `refused`: the loss or the gradient is not finite, and weights and random state are as before the step.
+            fixes; `refused`: the loss or the gradient is not finite, and weights and random state are as before the
+            step.
     """
 
     metrics: dict[str, float]
@@ -143,7 +144,8 @@ class OptimizerStep:
         return float(self.scaler.scale(torch.ones((), device=self.placement.device)))
 
     def _unscale_gradients(self) -> None:
-        """Divide the gradients by the scale and all-reduce the overflow flag: GradScaler does not do it across processes."""
+        """Divide the gradients by the scale and all-reduce the overflow flag: GradScaler does not do it across
+        processes."""
         self.scaler.unscale_(self.optimizer)
         if self.scaler.is_enabled():
             for found_inf in self.scaler._found_inf_per_device(self.optimizer).values():
@@ -157,7 +159,8 @@ class OptimizerStep:
 
 
 def make_scaler(placement: Placement) -> GradScaler:
-    """The dynamic loss scale of float16: halved when a gradient overflows, doubled after 2,000 steps without an overflow."""
+    """The dynamic loss scale of float16: halved when a gradient overflows, doubled after 2,000 steps without an
+    overflow."""
     return GradScaler(placement.device.type, enabled=placement.dtype == torch.float16)
 
 
@@ -167,8 +170,8 @@ def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
     Args:
         loss: mean over the step.
         gradient_norm: norm of the unscaled gradient.
-        scale: the loss scale; None without loss scaling. Below 1 the unscaled gradient is too large for float16, which no
-            scale fixes.
+        scale: the loss scale; None without loss scaling. Below 1 the unscaled gradient is too large for float16, which
+            no scale fixes.
     """
     if math.isfinite(loss) and math.isfinite(gradient_norm):
         return "applied"
@@ -178,7 +181,8 @@ def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
 def distributed_model(
     model: Retro, processes: Processes, placement: Placement, settings: TrainSettings, flops: float
 ) -> DistributedModel:
-    """Divide a model among the processes. With several, each data-parallel process has its own random numbers for dropout.
+    """Divide a model among the processes. With several, each data-parallel process has its own random numbers for
+    dropout.
 
     `flops` are those of all steps in this process: see `Placement.compiles`.
     """

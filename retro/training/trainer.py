@@ -5,9 +5,9 @@
     Trainer ─ restore ─► train ─► train_step ─► log ─► save ─► evaluate ─┐
                            └───────────────── next step ◄────────────────┘
 
-The same command resumes a stopped run from its last checkpoint, bit for bit on a CPU: the order of the data is a function
-of the step, and everything else that matters is in the checkpoint. All processes of a run do the same steps; the first one
-writes the files.
+The same command resumes a stopped run from its last checkpoint, bit for bit on a CPU: the order of the data is a
+function of the step, and everything else that matters is in the checkpoint. All processes of a run do the same steps;
+the first one writes the files.
 
 A checkpoint is saved before the evaluation of its step, so that a kill during the evaluation loses no step. The line in
 `metrics.jsonl` records that a step is evaluated.
@@ -84,7 +84,8 @@ def train(run: Path, settings: RunSettings, *, advance: Advance = lambda _: None
     Raises:
         InputError: settings that do not fit together, the datastores, or the run's earlier settings.
         FloatingPointError: loss or gradient are not finite. The state before that step is saved, and the batch named.
-        Stopped: SIGTERM or SIGINT. The step is finished and saved; its evaluation, if one was due, is left to the resumed run.
+        Stopped: SIGTERM or SIGINT. The step is finished and saved; its evaluation, if one was due, is left to the
+            resumed run.
     """
     return Trainer(run, DocumentTask, settings, advance=advance).train()
 
@@ -98,7 +99,8 @@ class Trainer:
         saved: step of the newest checkpoint, -1 without one.
         evaluated: whether the current step is evaluated.
         best: `step`, `metric` and `value` of the best evaluation, or None.
-        skipped: number of `steps` skipped because of an overflow, and of `batches` skipped because they were not finite.
+        skipped: number of `steps` skipped because of an overflow, and of `batches` skipped because they were not
+            finite.
     """
 
     def __init__(
@@ -125,7 +127,8 @@ class Trainer:
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
         check_parallel(settings.lora, settings.parallel)
-        # The base and the datastore decide sizes of the model, so the task opens with the base's settings and completes them.
+        # The base and the datastore decide sizes of the model, so the task opens with the base's settings and completes
+        # them.
         initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
         base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
         self.task = open_task(replace(settings, model=resolve(settings.model, base)))
@@ -190,7 +193,8 @@ class Trainer:
         """Do one optimizer step on the next batches.
 
         Raises:
-            FloatingPointError: loss or gradient are not finite, and `train.on_nan` or too many of them in a row stop the run.
+            FloatingPointError: loss or gradient are not finite, and `train.on_nan` or too many of them in a row stop
+                the run.
         """
         batches = [next(self.batches) for _ in range(self.settings.train.gradient_accumulation_steps)]
         result = self.optimizer_step(self.step, batches)
@@ -219,7 +223,8 @@ class Trainer:
             self._write(result.monitored)
 
     def evaluate_if_due(self) -> None:
-        """Measure the model on the task's held-out data, log the metrics, and keep the checkpoint of the best evaluation.
+        """Measure the model on the task's held-out data, log the metrics, and keep the checkpoint of the best
+        evaluation.
 
         Raises:
             Stopped: a signal came; no metrics are logged.
@@ -389,7 +394,8 @@ class Trainer:
         return int(agreed)
 
     def _skip_or_stop(self, result: StepResult) -> None:
-        """Name a batch that is not finite in a file. Raise FloatingPointError if the run stops here, after a checkpoint."""
+        """Name a batch that is not finite in a file. Raise FloatingPointError if the run stops here, after a
+        checkpoint."""
         settings = self.settings
         file = on_first(self.group, lambda: self._name_batch(result))
         figures = f"loss {result.metrics['loss']:.4g}, norm of the gradient {result.metrics['gradient_norm']:.4g}"

@@ -1,4 +1,5 @@
-"""Bytes of every artifact of a datastore, computed from the file formats, and memory of the build (docs/reference/file-formats.md)."""
+"""Bytes of every artifact of a datastore, computed from the file formats, and memory of the build
+(docs/reference/file-formats.md)."""
 
 import math
 import re
@@ -96,7 +97,8 @@ class Layout:
 
 
 def with_lists_for(key: str, chunks: float) -> str:
-    """The same kind of index for fewer chunks: 4·√chunks lists, rounded down to a power of two, and at most those of `key`."""
+    """The same kind of index for fewer chunks: 4·√chunks lists, rounded down to a power of two, and at most those of
+    `key`."""
     wanted = 2 ** math.floor(math.log2(4 * math.sqrt(max(1.0, chunks))))
     return re.sub(r"IVF\d+", f"IVF{min(wanted, num_lists(key))}", key)
 
@@ -169,8 +171,9 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
 def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float]:
     """Resident memory of one worker in each step: the process with all libraries, plus what grows with the datastore.
 
-    Memory-mapped embeddings are not counted. Reranking reads them at random, so they should fit into the page cache. An index larger
-    than `indexing.index.sharded.MEMORY` is searched in groups of shards; a group is in memory as stored and in its fastest form.
+    Memory-mapped embeddings are not counted. Reranking reads them at random, so they should fit into the page cache. An
+    index larger than `indexing.index.sharded.MEMORY` is searched in groups of shards; a group is in memory as stored
+    and in its fastest form.
     """
     code, trained, empty = index_bytes(size.key, layout.dimension)
     whole = (code + 8) * size.train_chunks + size.shards * empty

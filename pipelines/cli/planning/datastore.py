@@ -27,8 +27,9 @@ ALONE = ("tokenizer", "embed: count n-grams", "train-index", "tune nprobe")
 """Steps that one machine runs; all machines share the others."""
 
 _VOTES_GROWTH = 0.05
-"""The compressed votes of a token grow with this power of the tokens, as more tokens have a vote at more lengths. Measured: 0.07 from 0.5 to 1.6 million
-tokens of Ethereum's improvement proposals, 0.03 from 10 to 311 million of a trigram model."""
+"""The compressed votes of a token grow with this power of the tokens, as more tokens have a vote at more lengths.
+Measured: 0.07 from 0.5 to 1.6 million tokens of Ethereum's improvement proposals, 0.03 from 10 to 311 million of a
+trigram model."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def seconds_of(
 ) -> dict[str, float]:
     """Seconds of each step: those of the sample (None = `sample.seconds`), times the growth of one quantity.
 
-    It is the number of chunks, except where a step reads only a part of them. Tokenizer, embedder and index are trained on samples.
-    A constant time, such as the start of a process, is scaled too, so the plan of a large datastore is rather too long.
+    It is the number of chunks, except where a step reads only a part of them. Tokenizer, embedder and index are trained
+    on samples. A constant time, such as the start of a process, is scaled too, so the plan of a large datastore is
+    rather too long.
     """
 
     def quantity(name: str, size: Workload) -> float:

@@ -51,7 +51,8 @@ class Sample:
         size: of the datastore.
         seconds: of each step on this machine without other work, at most: see `idle_seconds`.
         cpu_seconds: of each step, summed over all processors.
-        bytes: of artifacts whose bytes depend on the text: `documents.parquet`, `sparse`, `ngrams`, `suffixes`, `votes`.
+        bytes: of artifacts whose bytes depend on the
+            text: `documents.parquet`, `sparse`, `ngrams`, `suffixes`, `votes`.
         token_bytes: 2 or 4.
         dimension: d of the embeddings.
         machine: processor and cores.
@@ -149,8 +150,8 @@ class CorpusSample:
 
     Attributes:
         documents: uniformly drawn, in the order of the corpus.
-        valid: documents of the `valid` split; all of them if there are few, so that nprobe is tuned with the queries of the real
-            build.
+        valid: documents of the `valid` split; all of them if there are few, so that nprobe is tuned with the queries of
+            the real build.
         text_bytes: UTF-8 bytes in the whole corpus, estimated if only a part was read; 0 = unknown.
     """
 

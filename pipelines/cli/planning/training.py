@@ -47,14 +47,15 @@ class PlanTrainOptions(Config, ResultOptions):
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 989.0
     """Peak of a device in 10^12 operations per second: 989 for bfloat16 on an H100 or H200, 312 on an A100."""
     mfu: Fraction = 0.0
-    """Model FLOPs utilization: fraction of the peak that training reaches (0.4); 0 = unknown, so no times. Small models reach less."""
+    """Model FLOPs utilization: fraction of the peak that training reaches (0.4); 0 = unknown, so no times. Small models
+    reach less."""
     measured: str = ""
     """Folder of a run on the same kind of devices. Its `tokens_per_second` replaces `peak_tflops` and `mfu`."""
     measured_devices: PositiveInt = 1
     """Number of devices of that run."""
     all_modes: bool = False
-    """Print all combinations of ZeRO, checkpointing and offload. The default prints the cheapest, the cheapest that fits, and the
-    one with the least memory."""
+    """Print all combinations of ZeRO, checkpointing and offload. The default prints the cheapest, the cheapest that
+    fits, and the one with the least memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,7 +240,8 @@ def measured_flops(run: Path, num_devices: int) -> float:
 
 
 def _busy(options: PlanTrainOptions) -> float:
-    """Fraction of the time in which a device of a pipeline computes. It waits for the first microbatch and after the last one."""
+    """Fraction of the time in which a device of a pipeline computes. It waits for the first microbatch and after the
+    last one."""
     parallel = options.parallel
     if parallel.pipeline == 1:
         return 1.0

@@ -1,4 +1,5 @@
-"""Report of a datastore: recall of its neighbors, missing neighbors, time of a search, problems and skipped files of the corpus.
+"""Report of a datastore: recall of its neighbors, missing neighbors, time of a search, problems and skipped files of
+the corpus.
 
 Written to `report.json` and `report.html`. These files contain times, so they differ between equal builds.
 """
@@ -97,7 +98,8 @@ def measure(retriever: Retriever) -> dict[str, Any]:
 
 
 def _recalls_of_stored(retriever: Retriever, split: Split, ids: np.ndarray, queries: np.ndarray) -> dict[str, float]:
-    """Recall of the stored neighbors of some chunks, ids [n] and embeddings [n, d]; none if they are not the nearest."""
+    """Recall of the stored neighbors of some chunks, ids [n] and embeddings [n, d]; none if they are not the
+    nearest."""
     found = stored_settings(retriever.datastore)
     if found is None or not found[0].by_distance:
         return {}
@@ -169,7 +171,8 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
 
 
 def _skew(retriever: Retriever) -> float | None:
-    """Size of the largest inverted list over the mean, for all shards of the datastore's own index; None without lists."""
+    """Size of the largest inverted list over the mean, for all shards of the datastore's own index; None without
+    lists."""
     index = retriever.indexes[0]
     assert isinstance(index, ShardedIndex)  # opened from its folder
     parts = [ivf for shard in index.indexes() if (ivf := ivf_of(shard)) is not None]
@@ -180,7 +183,8 @@ def _skew(retriever: Retriever) -> float | None:
 
 
 def _examples(retriever: Retriever) -> list[report.NeighborExample]:
-    """A few full held-out chunks with two of their neighbors: of 200 drawn ones, those that `choose_passages` chooses."""
+    """A few full held-out chunks with two of their neighbors: of 200 drawn ones, those that `choose_passages`
+    chooses."""
     ids, _, name = sample_queries(retriever.datastore, 200, seed=2)
     split = retriever.datastore.split(name)
     ids = ids[split.without_deleted(ids) >= 0]

@@ -124,7 +124,8 @@ def marked(text: str, other: str) -> Any:
 
 
 def mark(text: str) -> Any:
-    """`text` as HTML with marks on its words and single spaces between them: marked indentation would be a large block."""
+    """`text` as HTML with marks on its words and single spaces between them: marked indentation would be a large
+    block."""
     from markupsafe import Markup, escape
 
     parts = re.split(r"(\S+(?: \S+)*)", text)  # what the group matches has odd places

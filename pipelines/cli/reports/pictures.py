@@ -29,7 +29,8 @@ _COLORS = {  # light, dark
 THEMES: dict[str, Theme] = {
     theme: {name: pair[number] for name, pair in _COLORS.items()} for number, theme in enumerate(("light", "dark"))
 }
-"""Colors of pages and pictures, as in `retro/server/page/page.css`. Blue: better, with retrieval. Orange: worse, without."""
+"""Colors of pages and pictures, as in `retro/server/page/page.css`. Blue: better, with retrieval. Orange: worse,
+without."""
 _MORE_COLORS = ("#10b981", "#a855f7", "#ec4899", "#06b6d4")  # of medium lightness, for both themes
 _SIZE = (5.4, 3.3)  # inches
 # Characters that fit above a plot, with six for the sample of each line.
@@ -52,7 +53,8 @@ class Picture:
     dark: str = field(repr=False)
 
     def uri(self, theme: str) -> str:
-        """The picture in a theme as a data URI, for `<img src>`. So ids in it belong to it, and a page loads nothing."""
+        """The picture in a theme as a data URI, for `<img src>`. So ids in it belong to it, and a page loads
+        nothing."""
         return f"data:image/svg+xml;base64,{base64.b64encode(getattr(self, theme).encode()).decode()}"
 
     @property

@@ -1,10 +1,11 @@
-"""One tree of frozen dataclasses from defaults, a TOML file and the command line. pydantic checks all three, tyro prints `--help`.
+"""One tree of frozen dataclasses from defaults, a TOML file and the command line. pydantic checks all three, tyro
+prints `--help`.
 
     file.toml ─► TomlFile ─► values ┐
     --section.key value ─► options ─┴─(options win)─► the tree, whose `__post_init__` run once
 
-An option can therefore correct a value of the file. A table of settings by name, such as [executor.resources], has a key for each name
-and setting. This folder knows no concrete setting.
+An option can therefore correct a value of the file. A table of settings by name, such as [executor.resources], has a
+key for each name and setting. This folder knows no concrete setting.
 """
 
 import ast
@@ -37,8 +38,9 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
     """Settings from their defaults, then a TOML file, then the command line; the later one wins.
 
     Args:
-        settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its class attribute
-            `removed` has a message for each former key, section or value (`key = value`). A field `given` receives the keys that were set.
+        settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its
+            class attribute `removed` has a message for each former key, section or value (`key = value`). A field
+            `given` receives the keys that were set.
         file: the TOML file, if any. None is written "None", as TOML has no null.
         arguments: options of the command line; see `_options`.
         verb: what follows `retro` in the usage line.
@@ -92,7 +94,8 @@ def literals(hint: Any) -> list[str]:
 
 
 def _checked(hint: Any, value: Any, name: str, former: str = "", *, strict: bool) -> Any:
-    """A value of the file (strict, as TOML has types) or words of an option, converted to a type; `former` follows a mistake."""
+    """A value of the file (strict, as TOML has types) or words of an option, converted to a type; `former` follows a
+    mistake."""
     if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(hint):
         return None
     adapter = TypeAdapter(hint)
@@ -141,8 +144,9 @@ def _options(
 ) -> dict[str, Any]:
     """Read `--section.key value`; the last one of a key wins.
 
-    Hyphens and underscores are the same. A switch is `--data.materialized`, `--data.no-materialized` or `--data.materialized true`. A list takes
-    all words up to the next option. `--key=value` passes a value that begins with two hyphens.
+    Hyphens and underscores are the same. A switch is `--data.materialized`, `--data.no-materialized` or
+    `--data.materialized true`. A list takes all words up to the next option. `--key=value` passes a value that begins
+    with two hyphens.
     """
     values: dict[str, Any] = {}
     rest = list(arguments)
@@ -183,8 +187,9 @@ def _is_list(hint: Any) -> bool:
 def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Callable[[str], str] = str) -> str:
     """The message of a removed key, else the keys that a user probably meant, else all keys of the section.
 
-    Probable keys are, in this order: keys of the section that differ in a letter, the same name in other sections, keys of the section
-    that are similar or end with the same word, and, for an unknown section, keys that are similar as a whole.
+    Probable keys are, in this order: keys of the section that differ in a letter, the same name in other sections, keys
+    of the section that are similar or end with the same word, and, for an unknown section, keys that are similar as a
+    whole.
     """
     if former := next((part for part in (key, *_above(key)) if part in removed), None):
         return f" {removed[former]}"
@@ -230,7 +235,8 @@ def _print_help(settings_type: type, file: Path | None, verb: str) -> None:
 
 
 def _annotate(settings_type: Any, stack: ExitStack) -> None:
-    """Annotate fields for tyro until the stack closes: keys with their docstring in one line, since tyro keeps line breaks; others hidden."""
+    """Annotate fields for tyro until the stack closes: keys with their docstring in one line, since tyro keeps line
+    breaks; others hidden."""
     from tyro.conf import Suppress, arg
 
     hints, texts = get_type_hints(settings_type, include_extras=True), field_docstrings(settings_type)

@@ -49,7 +49,7 @@ def _toml_lines(section: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]
             yield from _toml_lines(value, (*path, key))
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     """A plain value as TOML; one of another type, such as a date, as text."""
     if isinstance(value, list):
         return f"[{', '.join(map(toml_value, value))}]"

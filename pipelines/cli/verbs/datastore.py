@@ -51,14 +51,14 @@ class IndexOptions(Config):
         "votes",
     ] = "all"
     """Run one stage only; `all` runs them in order (`ngrams` only for neighbors by n-grams, `materialize` only if
-    neighbors.materialized is set, `suffixes` and `votes` unless skip_stages names them). By name `merge` makes one index file for
-    serving."""
+    neighbors.materialized is set, `suffixes` and `votes` unless skip_stages names them). By name `merge` makes one
+    index file for serving."""
     rebuild: bool = False
-    """First remove the files of this stage and of all stages that depend on it. Deleted documents stay deleted (`retro delete`): new chunks are made
-    without them."""
+    """First remove the files of this stage and of all stages that depend on it. Deleted documents stay deleted
+    (`retro delete`): new chunks are made without them."""
     append: bool = False
-    """First add the files of `corpus.paths` that the datastore does not have, as new shards. Files that it has need not be named.
-    The trained index stays as it is."""
+    """First add the files of `corpus.paths` that the datastore does not have, as new shards. Files that it has need not
+    be named. The trained index stays as it is."""
     strict: bool = False
     """Stop at the first problem in the corpus instead of counting it."""
 
@@ -109,8 +109,8 @@ class PlanOptions(Config, ResultOptions):
     machines: PositiveInt = 1
     """Machines like this one that work in parallel."""
     sample_bytes: Annotated[int, Field(ge=10**6)] | None = None
-    """Bytes of text in the sample. More bytes take longer and give a better estimate. None = 8 MiB, or an eighth of a smaller
-    corpus, so that a plan takes less time than the build."""
+    """Bytes of text in the sample. More bytes take longer and give a better estimate. None = 8 MiB, or an eighth of a
+    smaller corpus, so that a plan takes less time than the build."""
 
 
 def plan(options: PlanOptions) -> int:
@@ -130,8 +130,9 @@ class SearchOptions:
     """Print the chunks of a datastore that answer a question or resemble a text best."""
 
     k: PositiveInt = 5
-    """Number of chunks. They come from different documents: of ten times as many chunks, the best one of each document is printed,
-    in order, and others only if there are fewer documents. `--same-document` prints the best chunks of any."""
+    """Number of chunks. They come from different documents: of ten times as many chunks, the best one of each document
+    is printed, in order, and others only if there are fewer documents. `--same-document` prints the best chunks of
+    any."""
     same_document: bool = False
     """Print the best chunks, also if several are of one document."""
     retrieval: Retrieval = "hybrid"
@@ -198,10 +199,11 @@ def parse_filters(words: Sequence[str]) -> dict[str, list[str]]:
 
 @settings
 class DeleteOptions:
-    """Delete all documents with some ids, training and held-out ones. From then on they are in no result of a search, no neighbors,
-    no training batch (as text, their tokens are neither learned nor read as context) and no evaluation. Rebuilds and `--append`
-    leave documents with these ids out. Their bytes stay in the files until `retro index CONFIG --rebuild`, which keeps them out of
-    chunks, embeddings and index. Trained models, caches and reports are not changed."""
+    """Delete all documents with some ids, training and held-out ones. From then on they are in no result of a search,
+    no neighbors, no training batch (as text, their tokens are neither learned nor read as context) and no evaluation.
+    Rebuilds and `--append` leave documents with these ids out. Their bytes stay in the files
+    until `retro index CONFIG --rebuild`, which keeps them out of chunks, embeddings and index. Trained models, caches
+    and reports are not changed."""
 
     ids: tuple[str, ...] = ()
     """Ids of documents, as `retro search` prints them."""
@@ -308,8 +310,8 @@ def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 @settings
 class VerifyOptions:
-    """Compare every file with its checksum, and check the cross-references of a datastore. A run has all of its checkpoints
-    checked. Each error is one line that says how to repair it."""
+    """Compare every file with its checksum, and check the cross-references of a datastore. A run has all of its
+    checkpoints checked. Each error is one line that says how to repair it."""
 
     repair: bool = False
     """Remove the broken parts of a datastore. `retro index CONFIG` then builds them again."""

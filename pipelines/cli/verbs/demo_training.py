@@ -1,15 +1,16 @@
 """`retro demo`: from text to trained models and what retrieval brings, with all real stages.
 
-Python's own documentation and sources (or --corpus) → datastore → two baselines and a RETRO of the same size, trained on the
-same tokens → held-out bits per byte → a sentence, a chart, a passage colored by token gain; report.html, bits_per_byte.svg
+Python's own documentation and sources (or --corpus) → datastore → two baselines and a RETRO of the same size, trained
+on the same tokens → held-out bits per byte → a sentence, a chart, a passage colored by token gain; report.html,
+bits_per_byte.svg
 
 One deadline holds for all of it. The models are trained on the same tokens until a time:
 
     trial ─► steps for half of the time left, again while that is most of it ─► steps for the rest, the learning rate falls
 
-The number of steps of each round follows from the speed of the round before. All models finish a round before the next one
-begins, so a slower machine means fewer steps, the same for all models. The round is stored, so that a stopped demo resumes.
-Held-out tokens are as many as fit.
+The number of steps of each round follows from the speed of the round before. All models finish a round before the next
+one begins, so a slower machine means fewer steps, the same for all models. The round is stored, so that a stopped demo
+resumes. Held-out tokens are as many as fit.
 """
 
 import logging
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
+    from retro.training.trainer import Outcome
 
 _EVALUATION = 0.2
 """Part of the minutes that training leaves for the evaluation."""
@@ -54,7 +56,8 @@ _LEAST_STEPS = 2
 _GROWTH = 5
 """A round has at most this many times the steps before it: the speed of a few steps says little about that of many."""
 _FILLED = 0.8
-"""Part of the time left that the last round takes. The rest is for evaluations, checkpoints and a machine that becomes slower."""
+"""Part of the time left that the last round takes. The rest is for evaluations, checkpoints and a machine that becomes
+slower."""
 
 
 def demo(options: DemoOptions) -> int:
@@ -82,7 +85,8 @@ def demo(options: DemoOptions) -> int:
 
 
 def _config(options: DemoOptions) -> Config:
-    """The demo's settings. With other minutes than those of an earlier demo in the folder, its models are trained again."""
+    """The demo's settings. With other minutes than those of an earlier demo in the folder, its models are trained
+    again."""
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.documents import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
@@ -158,7 +162,7 @@ class Trained:
     """
 
     config: Config
-    outcomes: dict[str, Any]
+    outcomes: "dict[str, Outcome]"
     tokens: int
 
 
@@ -199,7 +203,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
     return Trained(load(Config, folder / "demo.toml", [], verb="train"), outcomes, tokens)
 
 
-def train_silently(config: Config, advance: Advance = lambda _: None) -> Any:
+def train_silently(config: Config, advance: Advance = lambda _: None) -> "Outcome":
     """Train without the messages of a run except warnings: every round resumes it."""
     log = logging.getLogger("retro")
 
@@ -222,7 +226,7 @@ def _with_steps(config: Config, now: Round) -> Config:
     return replace(config, train=train)
 
 
-def _seconds_per_step(outcome: Any) -> float:
+def _seconds_per_step(outcome: "Outcome") -> float:
     """Time of a step, as logged last."""
     lines = [line for line in outcome.metrics if "tokens_per_second" in line][-3:]
     tokens = lines[-1]["tokens"] / lines[-1]["step"]
@@ -269,7 +273,8 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Comparison:
 
 
 def compared(plain: "SetResult", copying: "SetResult", retro: "list[SetResult]") -> Comparison:
-    """The two baselines, and the RETRO without retrieval, with neighbors only, and with neighbors and the whole datastore."""
+    """The two baselines, and the RETRO without retrieval, with neighbors only, and with neighbors and the whole
+    datastore."""
     from retro.evaluation.bits_per_byte import compare, mode_of
 
     modes = {result.mode: result for result in retro}
@@ -300,7 +305,8 @@ def _words(on: "SetResult") -> dict[str, str]:
 
 
 def tokens_until(deadline: float, evaluators: "list[Evaluator]", held_out: "EvaluationSet", stored: Path) -> int:
-    """The number of held-out tokens that all models can score until the deadline, from a trial. It is stored for a rerun."""
+    """The number of held-out tokens that all models can score until the deadline, from a trial. It is stored for a
+    rerun."""
     from retro.evaluation.evaluator import uses_of
 
     demo = read_json(stored)
@@ -331,7 +337,7 @@ def _sections(trained: Trained, datastore: dict[str, Any]) -> list[Section]:
     ]
 
 
-def _training_plot(outcomes: dict[str, Any]) -> Picture:
+def _training_plot(outcomes: "dict[str, Outcome]") -> Picture:
     """Training loss of all models, on the same batches."""
     losses, colors = {}, {"retro": 0, "baseline": 1, "plain": 1}
     for name, outcome in outcomes.items():

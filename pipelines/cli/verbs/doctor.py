@@ -169,7 +169,8 @@ def check_faiss(versions: Mapping[str, str]) -> list[Finding]:
 
 
 def faiss_conflicts(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]:
-    """Check faiss-cpu against faiss-gpu. Both install the folder `faiss`, the last one wins, and autofaiss requires faiss-cpu.
+    """Check faiss-cpu against faiss-gpu. Both install the folder `faiss`, the last one wins, and autofaiss requires
+    faiss-cpu.
 
     Args:
         versions: distribution name to version.

@@ -29,30 +29,31 @@ log = logging.getLogger("retro")
 class EvalOptions(ResultOptions):
     """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON.
 
-    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. It needs `--datastore`, made with its
-    tokenizer."""
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. It
+    needs `--datastore`, made with its tokenizer."""
 
     k: tuple[PositiveInt, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
     max_overlap: Fraction | None = None
-    """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
-    of it, for all models, and votes of the datastore after a match that is longer than this fraction of a chunk. 1 = skip none;
-    None = the `data.max_overlap` of each model's run."""
+    """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this
+    fraction of it, for all models, and votes of the datastore after a match that is longer than this fraction of a
+    chunk. 1 = skip none; None = the `data.max_overlap` of each model's run."""
     against: str = ""
     """Another checkpoint, for example a baseline, to score on the same sets and windows and to compare with."""
     datastore: str = ""
     """Datastore whose held-out documents are scored; empty: the datastores of the training run."""
     leakage_from: str = ""
-    """Datastore of the same chunks whose votes, or else nearest neighbors, define leakage; empty: the datastore of each set."""
+    """Datastore of the same chunks whose votes, or else nearest neighbors, define leakage; empty: the datastore of each
+    set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     texts: tuple[Text, ...] = ()
-    """Also measure texts that are not in the datastore: files, folders or globs, as in `corpus.paths`. Each path is a row, OFF and
-    ON with the largest k, of at most `evaluation.max_tokens` tokens (0 = 20,000) of a random sample of its documents. Neighbors
-    and votes are searched as in generation."""
+    """Also measure texts that are not in the datastore: files, folders or globs, as in `corpus.paths`. Each path is a
+    row, OFF and ON with the largest k, of at most `evaluation.max_tokens` tokens (0 = 20,000) of a random sample of its
+    documents. Neighbors and votes are searched as in generation."""
     text_windows: TextWindows = "random"
-    """Measure a `random` window of each of these texts (`evaluation.seed`), or its `beginning`. Beginnings of source code are
-    licenses and imports, which occur everywhere: with them retrieval saves twice as much."""
+    """Measure a `random` window of each of these texts (`evaluation.seed`), or its `beginning`. Beginnings of source
+    code are licenses and imports, which occur everywhere: with them retrieval saves twice as much."""
     held_out: bool = True
     """Measure the held-out documents of the datastores. `--no-held-out` measures `--texts` only."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -152,8 +153,8 @@ class EvalQaOptions(QaSettings, ResultOptions):
     neighbors, and with retrieval ON."""
 
     passages: str = ""
-    """Datastore to search for passages. Retrieval ON then searches it too; empty: retrieval ON searches the datastore of the
-    training run."""
+    """Datastore to search for passages. Retrieval ON then searches it too; empty: retrieval ON searches the datastore
+    of the training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
 
@@ -214,8 +215,8 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
 
 @settings
 class EvalHarnessOptions(ResultOptions):
-    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.evaluation.lm_eval_adapter` has all options
-    of the harness."""
+    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or
+    OFF. `python -m retro.evaluation.lm_eval_adapter` has all options of the harness."""
 
     tasks: tuple[str, ...] = ()
     """Names of tasks or groups; wildcards are allowed."""

@@ -116,7 +116,8 @@ def _levels_table(
 
 
 def _fractions_table(levels: Sequence[Row]) -> Table:
-    """A row for each fraction of the datastore and each measurement with retrieval ON, compared with OFF of the same model."""
+    """A row for each fraction of the datastore and each measurement with retrieval ON, compared with OFF of the same
+    model."""
     cells = []
     for level in levels:
         off = {row["model"]: row["bits_per_byte"] for row in level["results"] if row["retrieval"] == "OFF"}

@@ -38,9 +38,10 @@ _SHORTEST = 2  # tokens of a run whose source is named; single ones are often pu
 class GenerateOptions(GenerationSettings):
     """Continue prompts, with retrieval at every chunk boundary.
 
-    The text appears as it is generated. On a terminal, tokens that are copied from a neighbor are blue. The documents that
-    longer runs were copied from follow on standard error, with the trust that the prompt earned for retrieval, and if the datastore has the stage `suffixes`, the runs of at least 8
-    tokens that occur in it word for word, with their documents.
+    The text appears as it is generated. On a terminal, tokens that are copied from a neighbor are blue. The documents
+    that longer runs were copied from follow on standard error, with the trust that the prompt earned for retrieval, and
+    if the datastore has the stage `suffixes`, the runs of at least 8 tokens that occur in it word for word, with their
+    documents.
     """
 
     prompt: tuple[str, ...] = ("",)
@@ -56,7 +57,8 @@ class GenerateOptions(GenerationSettings):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     format: Format = "text"
-    """Print the texts, or `json` with prompts, texts, sources, and `trust`, `copied_tokens` and `runs` as in `sources` of `retro serve`."""
+    """Print the texts, or `json` with prompts, texts, sources, and `trust`, `copied_tokens` and `runs` as in `sources`
+    of `retro serve`."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -100,7 +102,8 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
 
 
 def in_order(steps: Iterable[list["GeneratedToken"]], num_prompts: int) -> Iterator["GeneratedToken"]:
-    """Yield the tokens of the first prompt as they come, then those of the next one. Prompts of a batch advance together."""
+    """Yield the tokens of the first prompt as they come, then those of the next one. Prompts of a batch advance
+    together."""
     waiting = [deque["GeneratedToken"]() for _ in range(num_prompts)]
     row = 0
     for step in steps:
@@ -133,7 +136,8 @@ class Answer:
     parts: list["Sources"] = field(default_factory=list)
 
     def read(self, tokens: Iterator["GeneratedToken"]) -> Iterator[tuple[str, bool]]:
-        """Take the tokens up to the last one of the answer; yield their texts, and whether each is copied from a neighbor."""
+        """Take the tokens up to the last one of the answer; yield their texts, and whether each is copied from a
+        neighbor."""
         for token in tokens:
             self.text += token.text
             self.generated.append(token)
@@ -211,7 +215,8 @@ def verbatim_runs(
 
 
 def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
-    """Print a prompt with the first piece of its continuation, then each piece as it comes; on a terminal, copied ones in blue."""
+    """Print a prompt with the first piece of its continuation, then each piece as it comes; on a terminal, copied ones
+    in blue."""
     colored = is_colored(sys.stdout)
     try:
         for text, is_copied in pieces:
@@ -240,7 +245,8 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 
 def _print_runs(text: str, runs: "Sequence[GeneratedRun]") -> None:
-    """Print a line for each verbatim run on standard error: its documents, the run in quotation marks, its length, how often it occurs."""
+    """Print a line for each verbatim run on standard error: its documents, the run in quotation marks, its length, how
+    often it occurs."""
     if named := [run for run in runs if is_named(run)]:
         echo("\noccurs verbatim in:", sys.stderr)
     for run in named:

@@ -19,9 +19,10 @@ SUFFIX = ".gguf"
 class ImportOptions:
     """Read a decoder and write it as one file, which other verbs accept as CHECKPOINT.
 
-    MODEL is a local folder in Hugging Face format, a name on the Hugging Face Hub, or a `.gguf` file (Llama, Mistral, Qwen2,
-    Qwen3), whose tokenizer is written to a folder next to the output; or a prefix of peft (PREFIX_TUNING), with the base that it names. A folder that `retro export` wrote is restored exactly; the
-    other options then have no effect."""
+    MODEL is a local folder in Hugging Face format, a name on the Hugging Face Hub, or a `.gguf` file (Llama, Mistral,
+    Qwen2, Qwen3), whose tokenizer is written to a folder next to the output; or a prefix of peft (PREFIX_TUNING), with
+    the base that it names. A folder that `retro export` wrote is restored exactly; the other options then have no
+    effect."""
 
     output: Path
     """The file, `NAME.safetensors`."""
@@ -79,7 +80,8 @@ def import_(source: str, options: ImportOptions) -> int:
 
 
 def local_folder(source: str) -> Path:
-    """The folder itself, or that of a model of the Hugging Face Hub, which is downloaded to the Hub's cache if necessary."""
+    """The folder itself, or that of a model of the Hugging Face Hub, which is downloaded to the Hub's cache if
+    necessary."""
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -101,7 +103,8 @@ def local_folder(source: str) -> Path:
 
 
 def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "", prefix: Path | None = None) -> None:
-    """Import a folder in Hugging Face format, whose tokenizer is later found in `kept`, with the prefix of a folder of peft."""
+    """Import a folder in Hugging Face format, whose tokenizer is later found in `kept`, with the prefix of a folder of
+    peft."""
     from retro.huggingface.compare_logits import has_transformers, verify
     from retro.huggingface.import_folder import import_base, read_base
     from retro.huggingface.peft_prefix import with_prefix

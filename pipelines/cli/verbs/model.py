@@ -68,9 +68,10 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
 
 @settings
 class AddRetrievalOptions:
-    """Add retrieval to a trained model without training. The model gets a copy head that reads a datastore, fitted with a few
-    forward passes over training text. With `--reader decoder`, its self-attention reads neighbors too. All its other weights stay
-    the same, so retrieval OFF is the model as it was. The output is one file, which other verbs accept as CHECKPOINT.
+    """Add retrieval to a trained model without training. The model gets a copy head that reads a datastore, fitted with
+    a few forward passes over training text. With `--reader decoder`, its self-attention reads neighbors too. All its
+    other weights stay the same, so retrieval OFF is the model as it was. The output is one file, which other verbs
+    accept as CHECKPOINT.
 
     MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file has the networks
     of the copy head alone, and names the model."""
@@ -78,18 +79,19 @@ class AddRetrievalOptions:
     output: Path
     """The file, `NAME.safetensors`."""
     datastore: str = ""
-    """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of the
-    training run."""
+    """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of
+    the training run."""
     reader: Literal["", "decoder"] = ""
-    """`decoder`: `model.retrieval.reader` of the file, for decoders with RoPE and without cross-attention. Reading k neighbors
-    adds about k times the time of the text, until they are cached (docs/how-to/retrofit.md). Empty: as the model."""
+    """`decoder`: `model.retrieval.reader` of the file, for decoders with RoPE and without cross-attention. Reading k
+    neighbors adds about k times the time of the text, until they are cached (docs/how-to/retrofit.md). Empty: as the
+    model."""
     k: PositiveInt = 4
     """Neighbors of each chunk in these passes. The file can be used with any number."""
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
     sources: tuple[SourceName, ...] = ()
-    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
-    and the whole datastore if it has votes."""
+    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty:
+    neighbors, and the whole datastore if it has votes."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False
@@ -135,7 +137,8 @@ class ReportOptions:
     """Plot loss and held-out bits per byte of one or more runs, finished or running, in one SVG."""
 
     output: str = ""
-    """File to write, `NAME.svg`; empty: `curves.svg` in the run's folder, or for several runs `comparison.svg` in the first one."""
+    """File to write, `NAME.svg`; empty: `curves.svg` in the run's folder, or for several runs `comparison.svg` in the
+    first one."""
 
     def __post_init__(self) -> None:
         if self.output and Path(self.output).suffix != ".svg":
@@ -175,7 +178,8 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names a checkpoint (complete or not), a run, `RUN@best`, an exported file or networks, and not a datastore."""
+    """Whether a path names a checkpoint (complete or not), a run, `RUN@best`, an exported file or networks, and not a
+    datastore."""
     named = path.suffix in {".safetensors", ".json"} or path.name.endswith("@best")
     return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
 
@@ -267,8 +271,8 @@ def verify_checkpoints(path: Path) -> int:
 
 @settings
 class ExportOptions:
-    """Write weights, settings and fingerprints of a checkpoint as one file, which other verbs accept as CHECKPOINT, or as a
-    folder for Hugging Face transformers."""
+    """Write weights, settings and fingerprints of a checkpoint as one file, which other verbs accept as CHECKPOINT, or
+    as a folder for Hugging Face transformers."""
 
     output: Path
     """A file, `NAME.safetensors`, or a folder in Hugging Face format, any other name."""
@@ -279,7 +283,8 @@ class ExportOptions:
     max_shard_size: str = "5GB"
     """Only for a folder: maximum size of a file of weights."""
     peft: bool = False
-    """Only for a folder: write only the prefix (`model.attention.prefix_tokens`), as an adapter of peft for the imported model."""
+    """Only for a folder: write only the prefix (`model.attention.prefix_tokens`), as an adapter of peft for the
+    imported model."""
     overwrite: bool = False
     """Replace an existing file. A folder must be new or empty."""
 

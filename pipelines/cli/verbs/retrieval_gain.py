@@ -129,7 +129,8 @@ def measured(
 
 
 def _with_sizes(split: Split, windows: "list[ScoringWindow]") -> "list[tuple[ScoringWindow, int]]":
-    """Windows and their numbers of tokens. The first one has whole chunks after its first, if there is such a one, to color."""
+    """Windows and their numbers of tokens. The first one has whole chunks after its first, if there is such a one, to
+    color."""
     sized = [(window, int(split.lengths.read(window.start, window.stop).sum())) for window in windows]
     sized = [(window, size) for window, size in sized if size > 1] or sized  # a single token has no text before it
     colored = next((number for number, (window, _) in enumerate(sized) if window.stop - window.start > 2), 0)

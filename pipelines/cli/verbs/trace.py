@@ -34,8 +34,9 @@ _LONGEST_NAME = 255  # of a file
 
 @settings
 class TraceOptions:
-    """Show which parts of a text occur verbatim in a datastore, how often, and in which documents. The text `-` is read from standard
-    input. The datastores of `neighbors.extra_datastores` are searched too. Each needs the stage `suffixes`:
+    """Show which parts of a text occur verbatim in a datastore, how often, and in which documents. The text `-` is read
+    from standard input. The datastores of `neighbors.extra_datastores` are searched too. Each needs the
+    stage `suffixes`:
     `retro index CONFIG --stage suffixes`."""
 
     least: PositiveInt = SHORTEST_RUN
@@ -121,8 +122,8 @@ def _traced_run(
     ends: list[int],
     documents: int,
 ) -> ShownRun:
-    """A run of a text for printing, with the others that it stands for. `ends`: the character after each token. `documents`: how many are
-    named at most."""
+    """A run of a text for printing, with the others that it stands for. `ends`: the character after each token.
+    `documents`: how many are named at most."""
     from retro.inference.verbatim_runs import ranges_of
 
     index, (start, stop) = datastore.index, characters(ends, run.first, run.stop)

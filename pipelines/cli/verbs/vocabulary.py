@@ -1,4 +1,5 @@
-"""`retro extend-vocabulary CHECKPOINT|TOKENIZER`: add pieces learned on a corpus to a tokenizer, and rows for them to a model.
+"""`retro extend-vocabulary CHECKPOINT|TOKENIZER`: add pieces learned on a corpus to a tokenizer, and rows for them to a
+model.
 
 FOLDER/tokenizer/          the value for tokenizer.path
        model.safetensors   the model with rows for the new pieces, if a CHECKPOINT is given
@@ -42,13 +43,14 @@ class ExtendVocabularyOptions:
     pieces: PositiveInt = 8000
     """Maximum number of new pieces."""
     tokenizer: str = ""
-    """Tokenizer of the checkpoint: a SentencePiece .model, a tokenizer.json, a folder with one of them, or a datastore; empty:
-    the tokenizer of its training datastore."""
+    """Tokenizer of the checkpoint: a SentencePiece .model, a tokenizer.json, a folder with one of them, or a datastore;
+    empty: the tokenizer of its training datastore."""
     keep: tuple[str, ...] = ()
-    """Files, folders or globs of text whose ids must stay the same. Pieces that change the ids of a sample of it are dropped."""
+    """Files, folders or globs of text whose ids must stay the same. Pieces that change the ids of a sample of it are
+    dropped."""
     ascii: bool = False
-    """Also learn pieces of ASCII characters and blanks, for example technical terms. English texts that contain them then get
-    other ids. Without this option, every ASCII text keeps its ids."""
+    """Also learn pieces of ASCII characters and blanks, for example technical terms. English texts that contain them
+    then get other ids. Without this option, every ASCII text keeps its ids."""
     sample_bytes: PositiveInt = 32 * 2**20
     """Bytes of text to learn from, and maximum bytes of text to keep: uniform samples of all documents."""
     seed: NonNegativeInt = 0
@@ -104,7 +106,8 @@ class _Samples:
 
 
 def _read(options: ExtendVocabularyOptions) -> _Samples:
-    """Read the corpus and the kept texts once. Held out for measuring: the corpus's own splits, and half of the kept texts.
+    """Read the corpus and the kept texts once. Held out for measuring: the corpus's own splits, and half of the kept
+    texts.
 
     Raises:
         InputError: one of them has no text.

@@ -2,8 +2,8 @@
 
     messages ─ template ─► prompt, which ends where the answer begins ─► generated tokens ─► events, or one answer
 
-The template is that of `--chat-template`, or of the checkpoint: a model that `retro finetune` trained on instructions or that
-`retro import` read with its template. The control token that ends a turn ends an answer.
+The template is that of `--chat-template`, or of the checkpoint: a model that `retro finetune` trained on instructions
+or that `retro import` read with its template. The control token that ends a turn ends an answer.
 """
 
 import asyncio

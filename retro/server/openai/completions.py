@@ -3,8 +3,8 @@
     request ─► limits ─► prompts ─┬─ echoed ─► scores ──┐
                                   └─ generated tokens ──┴► parts: a stream sends them one by one, other answers join them
 
-A prompt is always the beginning of a document: the server puts the beginning-of-document token in front unless the client has
-sent it, and never echoes it. So the first token of a text has a log-probability too.
+A prompt is always the beginning of a document: the server puts the beginning-of-document token in front unless the
+client has sent it, and never echoes it. So the first token of a text has a log-probability too.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence

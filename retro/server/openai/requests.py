@@ -95,7 +95,8 @@ def identity_of(service: Service, model: str, prefix: str) -> dict[str, Any]:
 
 
 def lenient(model: type[BaseModel]) -> Any:
-    """Return the dependency for a body of this model. A header names unknown fields, or a strict server refuses them."""
+    """Return the dependency for a body of this model. A header names unknown fields, or a strict server refuses
+    them."""
 
     async def checked(body: model, request: Request, service: ServiceDependency) -> BaseModel:  # type: ignore[valid-type]
         unknown = list(_unknown_fields(body))

@@ -1,7 +1,8 @@
 """Requests and answers of OpenAI's completions, chat, embeddings and models under /v1, and of the tokenizer endpoints.
 
-Fields of OpenAI's API that change answers and are not supported are included with the accepted value: other values are errors.
-Fields that are not listed are ignored, and the answer's header `Warning` names them (`ServeSettings.strict_fields`).
+Fields of OpenAI's API that change answers and are not supported are included with the accepted value: other values are
+errors. Fields that are not listed are ignored, and the answer's header `Warning` names them
+(`ServeSettings.strict_fields`).
 """
 
 from typing import Annotated, Any, Literal
@@ -116,7 +117,8 @@ class Logprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """A continuation; `index` = number of the prompt · n + number of the continuation. With `echo`, it begins with the prompt."""
+    """A continuation; `index` = number of the prompt · n + number of the continuation. With `echo`, it begins with the
+    prompt."""
 
     index: int
     text: str
@@ -126,7 +128,8 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Tokens that were proposed from the text and its neighbors, and verified by the model. `completion_tokens` has the accepted ones."""
+    """Tokens that were proposed from the text and its neighbors, and verified by the model. `completion_tokens` has the
+    accepted ones."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -224,7 +227,8 @@ class ChatRequest(SamplingRequest):
 
 
 class TopLogprob(BaseModel):
-    """A token and its log-probability. `bytes` is its text in UTF-8, null for special tokens and parts of characters."""
+    """A token and its log-probability. `bytes` is its text in UTF-8, null for special tokens and parts of
+    characters."""
 
     token: str
     logprob: float
