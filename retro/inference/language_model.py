@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from indexing.retrieval.dense import required
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
@@ -106,6 +107,8 @@ class LanguageModel:
             _check_fits(opened, tokenizer, retriever, source)
         if not retrieval or not opened.model.uses_datastore:
             retriever = None
+        if retriever is not None and opened.model.retrieves:
+            required(retriever.dense, retriever.retrieval)  # before the weights are read
         copies = retriever is not None and opened.model.copy_head.datastore
         suffixes = open_sorted_prefixes(retriever.datastore.folder) if copies and retriever is not None else None
         model = load_scorer(opened, placement)
