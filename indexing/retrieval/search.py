@@ -46,6 +46,13 @@ class ChunkSearch:
         """The best of the ways; `dense`, whose error names its stage, if there is none."""
         return self.ways[-1] if self.ways else "dense"
 
+    def require(self, retrieval: Retrieval) -> None:
+        """Raise InputError, which names the stage, unless a way of retrieval works. Callers that load a model check this first."""
+        if retrieval != "sparse":
+            required(self.dense, self.retrieval)
+        if retrieval != "dense":
+            self.retrieval.require("sparse")
+
     def rank(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
     ) -> Ranked:

@@ -150,6 +150,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         opened = Datastore.open(datastore)
         check_tokens(opened, tokenizer)
         retriever = Retriever.open(datastore) if k else None
+        if retriever is not None:
+            retriever.chunks.require("dense")
         head = _open_head(opened, str(networks), k)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         own = Tokenizer.open(opened.folder / "tokenizer")

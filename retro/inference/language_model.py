@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from indexing.retrieval.dense import required
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
@@ -108,7 +107,7 @@ class LanguageModel:
         if not retrieval or not opened.model.uses_datastore:
             retriever = None
         if retriever is not None and opened.model.retrieves:
-            required(retriever.dense, retriever.retrieval)  # before the weights are read
+            retriever.chunks.require("dense")  # before the weights are read
         copies = retriever is not None and opened.model.copy_head.datastore
         suffixes = open_sorted_prefixes(retriever.datastore.folder) if copies and retriever is not None else None
         model = load_scorer(opened, placement)

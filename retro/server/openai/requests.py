@@ -14,7 +14,6 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
-from indexing.retrieval.dense import required
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import ApiError, InvalidRequest, accepted_fields, error_responses
 from retro.server.openai import schemas
@@ -63,7 +62,7 @@ def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
 
 
 def check_embedder(service: Service, name: str) -> None:
-    required(service.retriever.dense, service.retriever.retrieval)
+    service.retriever.chunks.require("dense")
     _check(name, _embedders(service))
 
 
