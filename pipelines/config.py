@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.documents import CorpusSettings
@@ -14,6 +14,7 @@ from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.settings import NOT_A_KEY, Location, settings
+from indexing.store.stages import SkippedStage, left_out
 from indexing.tokenization.settings import TokenizerSettings
 from pipelines.executors.settings import ExecutorSettings, StageName
 from retro.adapters.settings import LoraSettings, check_trained
@@ -64,10 +65,12 @@ class Config:
 
     datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
-    skip_stages: tuple[Literal["suffixes", "votes"], ...] = ()
-    """Stages of `retro index` to leave out; by name, `--stage` still runs them. `votes` (about 9 bytes for each token)
-    is read by the training of models that copy from the whole datastore, `suffixes` (8 to 10 bytes) by their
-    generation, by `votes` and by `retro trace`."""
+    skip_stages: tuple[SkippedStage, ...] = ()
+    """Stages of `retro index` to leave out; by name, `--stage` still runs them. Stages that need them are left out too.
+    `neighbors` leaves out `embed`, `train-index`, `add`, `ngrams` and `neighbors`: enough for models that copy from the
+    whole datastore only. `sparse` is read by sparse and hybrid search. `votes` (about 9 bytes for each token) is read
+    by the training of models that copy from the whole datastore, `suffixes` (8 to 10 bytes) by their generation, by
+    `votes` and by `retro trace`."""
     run: Location = Path("run")
     """Folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
@@ -97,7 +100,24 @@ class Config:
                 f"neighbors.rerank = 'tokens' needs the token weights of embedder.kind = 'lexical', not {self.embedder.kind!r}. "
                 "Use neighbors.rerank = 'embeddings'."
             )
+        self._check_stages()
         check_trained(self.train.weights, self.lora, self.model.attention.prefix_tokens)
+
+    def _check_stages(self) -> None:
+        """Raise InputError if other settings need a stage that `skip_stages` leaves out."""
+        neighbors = "needs the stage 'neighbors'"
+        reasons = {
+            "neighbors.materialized": ("neighbors", self.neighbors.materialized > 0, neighbors),
+            "neighbors.extra_datastores": ("neighbors", bool(self.neighbors.extra_datastores), neighbors),
+            "neighbors.search": ("ngrams", self.neighbors.search == "ngrams", "= 'ngrams' needs the stage 'ngrams'"),
+        }
+        out = left_out(self.skip_stages)
+        for key, (stage, is_set, reason) in reasons.items():
+            # Without neighbors, how they are found has no effect.
+            if is_set and stage in out and (stage == "neighbors" or "neighbors" not in out):
+                raise InputError(
+                    f"skip_stages = {list(self.skip_stages)} leaves out '{stage}', but {key} {reason}. Remove one of both."
+                )
 
     @property
     def run_settings(self) -> RunSettings:

@@ -462,7 +462,8 @@ def as_json(settings: ModelSettings) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from what `as_json` returned, in this version or an earlier one. A stored copy head has no sources that came later.
+    """Settings from what `as_json` returned, in this version or an earlier one. A stored copy head has no sources that
+    came later.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.

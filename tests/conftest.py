@@ -30,13 +30,13 @@ from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.checked_files import cache_folder
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
 from indexing.store.files import checksum, read_json, write_checked
 from indexing.tokenization.settings import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.executors.settings import ExecutorSettings
-from pipelines.stages.table import build
+from pipelines.stages.table import STAGES, build
 from retro.data.settings import DataSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
@@ -307,6 +307,39 @@ def voting_datastore(
     config = tiny_config(folder, tiny_corpus, skip_stages=())
     shutil.copytree(tiny_datastore.folder, config.datastore)
     return build_local(config)
+
+
+def without_stages(datastore: Datastore, folder: Path, *stages: str) -> Datastore:
+    """Copy a datastore without some stages, which are not finished in the copy and have no files."""
+    shutil.copytree(datastore.folder, folder)
+    manifest = read_datastore_manifest(folder)
+    for stage in stages:
+        del manifest["fingerprints"][stage], manifest["artifacts"][stage]
+        for path in (path for output in STAGES[stage].outputs for path in folder.glob(output)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    manifest.pop("extra_datastores", None)
+    write_datastore_manifest(folder, manifest)
+    return Datastore.open(folder)
+
+
+@pytest.fixture(scope="session")
+def copying_datastore(tmp_path_factory: pytest.TempPathFactory, voting_datastore: Datastore) -> Datastore:
+    """`voting_datastore` without embeddings, index and neighbors: it has `chunk`, `sparse`, `suffixes` and `votes`. Read-only."""
+    return without_stages(
+        voting_datastore, tmp_path_factory.mktemp("copying") / "datastore", "embed", "train-index", "add", "neighbors"
+    )
+
+
+@pytest.fixture(scope="session")
+def copying_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, copying_datastore: Datastore) -> Path:
+    """A run on `copying_datastore` of a model that copies from the whole datastore only. Read-only."""
+    from retro.training.trainer import train
+
+    config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=copying_datastore.folder)
+    copying = CopyHeadSettings(context=False, neighbors=False, datastore=True)
+    model = replace(config.model, retrieval=replace(config.model.retrieval, cca_layers=()), copy_head=copying)
+    train(config.run, replace(config, model=model).run_settings)
+    return config.run
 
 
 @pytest.fixture(scope="session")

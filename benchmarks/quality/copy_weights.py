@@ -1,4 +1,5 @@
-"""Fit the weights that every copy head begins with, `retro/copying/weights.safetensors`, to several models and their training text.
+"""Fit the weights that every copy head begins with, `retro/copying/weights.safetensors`, to several models and their
+training text.
 
     retro import MODEL --output base.safetensors
     retro index CONFIG                                        # once for each datastore, with its votes

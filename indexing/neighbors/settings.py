@@ -83,7 +83,8 @@ class _Counts(TypedDict):
 
 
 def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | None:
-    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors."""
+    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without
+    neighbors."""
     if not datastore.has("neighbors"):
         return None
     folder = datastore.folder / "neighbors" / shard_name(0)

@@ -69,7 +69,7 @@ class Ranked:
     Attributes:
         ids: [n, k] int64 of the retrieval set, -1 = none.
         scores: [n, k] float32, larger is better, -inf for none.
-        distances: [n, k] float32, squared L2, +inf for none.
+        distances: [n, k] float32, squared L2, +inf for none; NaN of a sparse search without embeddings.
         missing: names of the parts of the index that did not answer.
     """
 

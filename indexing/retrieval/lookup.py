@@ -6,7 +6,14 @@ from itertools import islice
 import numpy as np
 
 from indexing.retrieval.candidates import Ranked
-from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument, document_fields
+from indexing.retrieval.results import (
+    Hit,
+    Results,
+    StoredChunk,
+    StoredDocument,
+    document_fields,
+    known_distances,
+)
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
@@ -39,7 +46,7 @@ class Lookup:
         return [
             Hit(chunk_id, score, distance, texts[row], continuations[row], **document_fields(documents[row]))
             for chunk_id, score, distance, row in zip(
-                ids.tolist(), scores.tolist(), distances.tolist(), rows.ravel().tolist(), strict=True
+                ids.tolist(), scores.tolist(), known_distances(distances), rows.ravel().tolist(), strict=True
             )
         ]
 

@@ -1,4 +1,4 @@
-"""Queries of a search: checked, then embedded as unit vectors or decoded to texts for their terms."""
+"""Queries of a search: checked, then embedded as unit vectors, or decoded to texts for their terms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,27 +36,10 @@ class QueryEmbedder:
         """
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             return self._unit(queries)
-        queries = as_texts(queries)
-        if not len(queries):
+        texts, rows = _checked(queries, self.tokenizer)
+        if not texts and not rows:
             return np.empty((0, self.embedder.dimension), dtype=np.float32)
-        texts = [query for query in queries if isinstance(query, str)]
-        if not texts:
-            return self._embed([self._checked(np.asarray(row, dtype=np.int64)) for row in queries])
-        if len(texts) < len(queries):
-            raise InputError("queries must be all texts, all token ids or all vectors.")
-        if not all(text.strip() for text in texts):
-            raise InputError("the text to search for is empty.")
-        return self._embed(self.tokenizer.encode_batch(texts))
-
-    def texts(self, queries: Queries) -> list[str]:
-        """Queries → texts, for a search by terms.
-
-        Raises:
-            InputError: queries are vectors.
-        """
-        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
-            raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
-        return [query if isinstance(query, str) else self.tokenizer.decode(query) for query in as_texts(queries)]
+        return self._embed(self.tokenizer.encode_batch(texts) if texts else rows)
 
     def _embed(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Token ids [t] of each query → unit vectors [n, d] float32."""
@@ -72,17 +55,6 @@ class QueryEmbedder:
             tokens[index, : len(row)] = row
         return self.embedder.embed(tokens, lengths)
 
-    def _checked(self, row: np.ndarray) -> np.ndarray:
-        """The token ids [t] of a query, if all are in the vocabulary."""
-        if row.ndim != 1:
-            raise InputError("token ids to search for are a list for each query, for example [[5, 6, 7]].")
-        if not len(row):
-            raise InputError("a list of token ids to search for is empty.")
-        outside = row[(row < 0) | (row >= self.tokenizer.vocab_size)]
-        if len(outside):
-            raise InputError(f"token id {outside[0]}: the tokenizer's are 0 to {self.tokenizer.vocab_size - 1}.")
-        return row
-
     def _unit(self, vectors: np.ndarray) -> np.ndarray:
         if vectors.ndim != 2 or vectors.shape[1] != self.embedder.dimension:
             raise InputError(
@@ -92,3 +64,44 @@ class QueryEmbedder:
         if not np.isfinite(norms).all() or (norms == 0).any():
             raise InputError("a vector to search for is zero or holds numbers that are not finite.")
         return (vectors / norms).astype(np.float32)
+
+
+def query_texts(queries: Queries, tokenizer: Tokenizer) -> list[str]:
+    """Queries → texts, for a search by terms.
+
+    Raises:
+        InputError: queries are vectors, a text is empty, or a token id is not in the vocabulary.
+    """
+    if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+        raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
+    texts, rows = _checked(queries, tokenizer)
+    return texts or [tokenizer.decode(row) for row in rows]
+
+
+def _checked(queries: Queries, tokenizer: Tokenizer) -> tuple[list[str], list[np.ndarray]]:
+    """The texts, or the token ids [t] int64, of queries that are not vectors. One of both is empty.
+
+    Raises:
+        InputError: a text or a list of token ids is empty, or an id is not in the vocabulary.
+    """
+    queries = as_texts(queries)
+    texts = [query for query in queries if isinstance(query, str)]
+    if not texts:
+        return [], [_in_vocabulary(np.asarray(row, dtype=np.int64), tokenizer) for row in queries]
+    if len(texts) < len(queries):
+        raise InputError("queries must be all texts, all token ids or all vectors.")
+    if not all(text.strip() for text in texts):
+        raise InputError("the text to search for is empty.")
+    return texts, []
+
+
+def _in_vocabulary(row: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """The token ids [t] of a query, if all are in the vocabulary."""
+    if row.ndim != 1:
+        raise InputError("token ids to search for are a list for each query, for example [[5, 6, 7]].")
+    if not len(row):
+        raise InputError("a list of token ids to search for is empty.")
+    outside = row[(row < 0) | (row >= tokenizer.vocab_size)]
+    if len(outside):
+        raise InputError(f"token id {outside[0]}: the tokenizer's are 0 to {tokenizer.vocab_size - 1}.")
+    return row

@@ -1,11 +1,18 @@
 """Results of searches and lookups by id: plain records with text, in the fields and the order of the HTTP API's
 JSON."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
+
+
+def known_distances(distances: np.ndarray) -> list[float | None]:
+    """Distances [n] float32 as plain values; None where there are no embeddings (NaN)."""
+    return [None if math.isnan(distance) else distance for distance in distances.tolist()]
 
 
 def document_fields(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,10 +36,10 @@ class Hit:
         ),
     ]
     distance: Annotated[
-        float,
+        float | None,
         Field(
             description="Squared L2 distance of the unit vectors, 0 (equal) to 4, with every `retrieval`. With `dense`, "
-            "score = 1 - distance / 2."
+            "score = 1 - distance / 2. Null if the datastore has no embeddings."
         ),
     ]
     text: str

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from indexing.embedding.embedder import open_embedder
 from indexing.embedding.settings import Embedder
-from indexing.index.sharded import ShardedIndex
 from indexing.progress import during
 from indexing.retrieval.candidates import SearchableIndex
+from indexing.retrieval.dense import Dense, required
 from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.live_neighbors import LiveNeighbors
 from indexing.retrieval.lookup import Lookup
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
 from indexing.retrieval.results import Results
 from indexing.retrieval.search import ChunkSearch
-from indexing.store.datastore import Datastore, Split
+from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet, check_searchable
 from indexing.tokenization.tokenizer import Tokenizer
 
@@ -33,20 +32,22 @@ class Retriever:
 
     Attributes:
         datastore: the first datastore.
-        tokenizer, embedder: those of the first datastore.
-        indexes: one for every datastore in the retrieval set, the first datastore's first.
+        tokenizer: that of the first datastore.
         retrieval: the chunks that ids name.
+        dense: what a search by embeddings needs; None if the stage `add` is not finished.
     """
 
     datastore: Datastore
     tokenizer: Tokenizer
-    embedder: Embedder
-    indexes: tuple[SearchableIndex, ...]
     retrieval: RetrievalSet
+    dense: Dense | None
 
     @classmethod
     def open(cls, *locations: Path | str, indexes: Sequence[SearchableIndex] | None = None) -> "Retriever":
         """Open datastores to search them as one.
+
+        The stage `chunk` is enough. A search, an embedding or neighbors of a chunk require their stages when they are
+        asked for.
 
         Args:
             locations: folders or URLs. Ids are those of the first datastore's stored neighbors
@@ -55,18 +56,16 @@ class Retriever:
             indexes: one index for each datastore of the retrieval set; None opens the stored indexes.
 
         Raises:
-            InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or
-                one of `neighbors.extra_datastores` is missing or has changed, or a file is damaged.
+            InputError: a location is not a datastore, the datastores do not fit together, or one of
+                `neighbors.extra_datastores` is missing or has changed, or a file is damaged.
         """
         with during("opening %s", ", ".join(map(str, locations))):
             datastores = [Datastore.open(location) for location in locations]
             retrieval = _retrieval_set(datastores)
             for split in retrieval.splits:
-                split.require_shards("chunks", "embeddings", *(["index"] if indexes is None else []))
+                split.require_shards("chunks")
             tokenizer = Tokenizer.open(datastores[0].folder / "tokenizer")
-            embedder = open_embedder(datastores[0].folder / "embedder", tokenizer.decode)
-            opened = tuple(map(_stored_index, retrieval.splits)) if indexes is None else tuple(indexes)
-            return cls(datastores[0], tokenizer, embedder, opened, retrieval)
+            return cls(datastores[0], tokenizer, retrieval, Dense.open(retrieval, tokenizer, indexes))
 
     def search(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
@@ -81,15 +80,25 @@ class Retriever:
             retrieval: `dense` searches by embeddings, `sparse` by terms (BM25), `hybrid` by both.
 
         Raises:
-            InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the sparse index
-                is missing.
+            InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the stage
+                `sparse` (`sparse`, `hybrid`) or `add` (`dense`, `hybrid`) is not finished.
             DatastoreChanged: a datastore was built again since it was opened.
         """
         return self.lookup.results(self.chunks.rank(queries, k, filters=filters, retrieval=retrieval))
 
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder of the first datastore; InputError if the stage `add` is not finished."""
+        return required(self.dense, self.retrieval).embedder
+
+    @property
+    def indexes(self) -> tuple[SearchableIndex, ...]:
+        """One index for every datastore in the retrieval set; InputError if the stage `add` is not finished."""
+        return required(self.dense, self.retrieval).indexes
+
     @cached_property
     def queries(self) -> QueryEmbedder:
-        """Embeds queries."""
+        """Embeds queries; InputError if the stage `add` is not finished."""
         return QueryEmbedder(self.tokenizer, self.embedder)
 
     @cached_property
@@ -100,11 +109,12 @@ class Retriever:
     @cached_property
     def chunks(self) -> ChunkSearch:
         """The search by queries, for ids and scores without text."""
-        return ChunkSearch(self.queries, self.filters, self.indexes, self.retrieval)
+        return ChunkSearch(self.tokenizer, self.filters, self.dense, self.retrieval)
 
     @cached_property
     def neighbors(self) -> LiveNeighbors:
-        """The search of neighbors for new chunks, by the rules of the stored neighbors."""
+        """The search of neighbors for new chunks, by the rules of the stored neighbors; InputError if the stage `add`
+        is not finished."""
         return LiveNeighbors.open(self.datastore, self.embedder, self.indexes, self.retrieval)
 
     @cached_property
@@ -117,14 +127,8 @@ def _retrieval_set(datastores: Sequence[Datastore]) -> RetrievalSet:
     """The retrieval set of the first datastore, followed by the other datastores."""
     first, *others = datastores
     retrieval = RetrievalSet.of(first, [other.folder for other in others])
-    for datastore in datastores:
-        datastore.require("add")
     for other in others:
         check_searchable(first, other, "searching several datastores")
         if other.folder.resolve() not in {split.folder.resolve() for split in retrieval.splits}:
             retrieval = RetrievalSet((*retrieval.splits, other.train))
     return retrieval
-
-
-def _stored_index(split: Split) -> ShardedIndex:
-    return ShardedIndex.open(split.folder / "index", range(len(split.chunk_rows)))

@@ -12,13 +12,14 @@ from typing import get_args
 import numpy as np
 
 from indexing.index.exact_search import order_by_distance
-from indexing.retrieval.candidates import Candidates, Ranked, SearchableIndex, few_chunks, find_candidates
+from indexing.retrieval.candidates import Candidates, Ranked, few_chunks, find_candidates
+from indexing.retrieval.dense import Dense, required
 from indexing.retrieval.filters import DocumentFilters, Filters
-from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
+from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval, query_texts
 from indexing.sparse.term_search import TermSearch
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+from indexing.tokenization.tokenizer import Tokenizer
 
 CANDIDATES = 64
 """Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins
@@ -30,16 +31,29 @@ class ChunkSearch:
     """A retrieval set, opened for search by queries.
 
     Attributes:
-        queries: embeds queries.
+        tokenizer: of the first datastore.
         filters: documents by their metadata.
-        indexes: one for every datastore in the retrieval set, in order.
+        dense: the embedder and the indexes; None = only a sparse search works.
         retrieval: the chunks that ids name.
     """
 
-    queries: QueryEmbedder
+    tokenizer: Tokenizer
     filters: DocumentFilters
-    indexes: tuple[SearchableIndex, ...]
+    dense: Dense | None
     retrieval: RetrievalSet
+
+    @property
+    def best(self) -> Retrieval:
+        """The best of the ways; `dense`, whose error names its stage, if there is none."""
+        return self.ways[-1] if self.ways else "dense"
+
+    def require(self, retrieval: Retrieval) -> None:
+        """Raise InputError, which names the stage, unless a way of retrieval works. Callers that load a model check
+        this first."""
+        if retrieval != "sparse":
+            required(self.dense, self.retrieval)
+        if retrieval != "dense":
+            self.retrieval.require("sparse")
 
     def rank(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
@@ -50,12 +64,15 @@ class ChunkSearch:
         if retrieval not in get_args(Retrieval):
             raise InputError(f"retrieval = {retrieval!r}: accepted are {', '.join(get_args(Retrieval))}.")
         self.retrieval.require_unchanged()  # before anything else of it is opened
-        vectors = self.queries.vectors(queries)
+        if retrieval != "sparse":
+            required(self.dense, self.retrieval)
+        vectors = QueryEmbedder(self.tokenizer, self.dense.embedder).vectors(queries) if self.dense else None
         among = self.filters.chunks(filters) if filters else None
         if retrieval == "dense":
+            assert vectors is not None
             dense = self._candidates(vectors, CANDIDATES, k, among)
             return Ranked.by_distance(dense.ids[:, :k], dense.distances[:, :k], dense.missing)
-        return self._by_terms(self.queries.texts(queries), vectors, k, retrieval, among)
+        return self._by_terms(query_texts(queries, self.tokenizer), vectors, k, retrieval, among)
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32,
@@ -64,9 +81,12 @@ class ChunkSearch:
         return candidates.ids[:, :k], candidates.distances[:, :k]
 
     @property
-    def has_terms(self) -> bool:
-        """Whether all datastores have a sparse index."""
-        return all(Datastore.open(split.folder).has("sparse") for split in self.retrieval.splits)
+    def ways(self) -> tuple[Retrieval, ...]:
+        """The ways of retrieval for which all datastores have finished stages."""
+        ways: tuple[Retrieval, ...] = ("dense",) if self.dense else ()
+        if self.retrieval.has("sparse"):
+            ways += ("sparse", "hybrid") if self.dense else ("sparse",)
+        return ways
 
     @cached_property
     def _term_search(self) -> TermSearch:
@@ -74,9 +94,10 @@ class ChunkSearch:
 
     def _candidates(self, vectors: np.ndarray, count: int, k: int, among: Sequence[np.ndarray] | None) -> Candidates:
         """The nearest chunks of all datastores, [n, at least k]; `count` of them if there are as many."""
+        indexes = required(self.dense, self.retrieval).indexes
         by_datastore = [
             find_candidates(vectors, index, split, count, k, among[datastore] if among else None)
-            for datastore, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True))
+            for datastore, (index, split) in enumerate(zip(indexes, self.retrieval.splits, strict=True))
         ]
         if len(by_datastore) == 1 and by_datastore[0].ids.shape[1] >= k:
             return by_datastore[0]
@@ -91,7 +112,7 @@ class ChunkSearch:
     def _by_terms(
         self,
         texts: list[str],
-        vectors: np.ndarray,
+        vectors: np.ndarray | None,
         k: int,
         retrieval: Retrieval,
         among: list[np.ndarray] | None,
@@ -104,6 +125,7 @@ class ChunkSearch:
         few = None if among is None else few_chunks(among)
         if retrieval == "sparse":
             return Ranked(*self._term_search.search(texts, vectors, k, allowed, few), ())
+        assert vectors is not None
         count = max(k, CANDIDATES)
         near = self._candidates(vectors, count, k, among)
         dense = (near.ids, near.distances)

@@ -11,7 +11,6 @@ from indexing.similarity.candidates import Condition
 from indexing.sparse.candidates import agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms
-from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet, embedder_kind
 from indexing.tokenization.texts import as_texts
 
@@ -29,7 +28,7 @@ class TermSearch:
         index: over all chunks of the retrieval set.
         retrieval: the chunks that ids name.
         mean: mean embedding [d] float32 of a uniform sample of the chunks, which is always the same; None for the
-            lexical embedder.
+            lexical embedder, and without embeddings.
     """
 
     index: SparseIndex
@@ -43,10 +42,9 @@ class TermSearch:
         Raises:
             InputError: a datastore has none.
         """
-        for split in retrieval.splits:
-            Datastore.open(split.folder).require("sparse")
+        retrieval.require("sparse")
         index = SparseIndex.open(retrieval.splits)
-        if embedder_kind(retrieval.own.folder) == "lexical":
+        if not retrieval.has("embed") or embedder_kind(retrieval.own.folder) == "lexical":
             return cls(index, retrieval, None)
         total = retrieval.num_chunks
         positions = np.sort(np.random.default_rng(0).choice(total, min(total, _SAMPLED_CHUNKS), replace=False))
@@ -56,7 +54,7 @@ class TermSearch:
     def search(
         self,
         texts: Sequence[str],
-        vectors: np.ndarray,
+        vectors: np.ndarray | None,
         k: int,
         condition: Condition,
         among: Sequence[int] | None = None,
@@ -65,17 +63,19 @@ class TermSearch:
 
         Args:
             texts: n queries; a string is one.
-            vectors: their embeddings [n, d] float32, for the distances.
+            vectors: their embeddings [n, d] float32, for the distances; None without embeddings.
             k: candidates for each query.
             condition: which candidates count.
             among: chunk ids to search; see `SparseIndex.search`.
 
         Returns:
             ids [n, k] int64, best first (-1 = none), BM25 [n, k] float32 (-inf) and squared distances [n, k] float32
-            (+inf).
+            (+inf; NaN without vectors).
         """
         ids, scores = find_by_terms([query_terms(text) for text in as_texts(texts)], self.index, k, condition, among)
-        return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances_to(vectors, ids, self.retrieval)
+        unknown = np.full(ids.shape, np.nan, dtype=np.float32)
+        distances = unknown if vectors is None else distances_to(vectors, ids, self.retrieval)
+        return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances
 
     def hybrid(
         self,

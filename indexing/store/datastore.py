@@ -42,6 +42,7 @@ from indexing.store.ranged_reads import Reading
 from indexing.store.schemas import DatastoreManifest, FinishedManifest, parsed
 from indexing.store.settings import Fraction
 from indexing.store.sharded_array import ShardedArray
+from indexing.store.stages import before
 
 log = logging.getLogger("retro")
 
@@ -381,10 +382,12 @@ class Datastore:
         return stage in self.manifest["fingerprints"]
 
     def require(self, stage: str) -> None:
-        """Raise InputError unless the stage is finished."""
+        """Raise InputError unless the stage is finished; the message has the commands that finish it."""
         if not self.has(stage):
+            missing = [name for name in before(stage) if not self.has(name)]
+            commands = ", then ".join(f"`--stage {name}`" for name in [*missing, stage])
             raise InputError(
-                f"{self.folder} has no finished '{stage}' stage. Run `retro index CONFIG` (or `--stage {stage}`) first."
+                f"{self.folder} has no finished '{stage}' stage. Run `retro index CONFIG` (or {commands}) first."
             )
 
     @property

@@ -1,7 +1,7 @@
 """Compare the artifacts of a datastore with those that its manifests name.
 
-A manifest names the artifacts that its own one is made from, by path and fingerprint. The datastore's manifest names those of each
-finished stage in the same way.
+A manifest names the artifacts that its own one is made from, by path and fingerprint. The datastore's manifest names
+those of each finished stage in the same way.
 """
 
 from collections import defaultdict

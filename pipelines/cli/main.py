@@ -348,7 +348,8 @@ def _takes_several(verb: Verb) -> bool:
 
 
 def version_line() -> str:
-    """`retro 0.9.0 (commit 4a7be5a), Python 3.12.3, torch 2.13.0, faiss-cpu 1.14.1`, without importing anything heavy."""
+    """`retro 0.9.0 (commit 4a7be5a), Python 3.12.3, torch 2.13.0, faiss-cpu 1.14.1`, without importing anything
+    heavy."""
     commit = commit_of_checkout()
     packages = [_named("torch"), next(filter(None, map(_named, ("faiss-gpu", "faiss-cpu", "faiss"))), "")]
     first = (_named("retro") or "retro") + (f" (commit {commit})" if commit else "")

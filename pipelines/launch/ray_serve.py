@@ -185,7 +185,8 @@ def application(served: Served, cluster: ClusterSettings) -> Any:
 
     if served.checkpoint:
         open_checkpoint(Path(served.checkpoint))
-    parts = parts_of(Retriever.open(*served.datastores, indexes=()).retrieval.splits, cluster.parts)
+    retriever = Retriever.open(*served.datastores, indexes=())
+    parts = parts_of(retriever.retrieval.splits, cluster.parts) if retriever.dense else []
     threads = max(1, int(cluster.part_cpus))
     bound = []
     for part in parts:
@@ -215,7 +216,7 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
         of_datastore = [part for part in parts if part.datastore == index]
         handles = {part.name: serve.get_deployment_handle(part.deployment, APPLICATION) for part in of_datastore}
         indexes.append(RemoteIndex(handles, split.num_chunks, cluster.part_seconds, cluster.retry_seconds))
-    retriever = replace(retriever, indexes=tuple(indexes))
+    retriever = replace(retriever, dense=retriever.dense and replace(retriever.dense, indexes=tuple(indexes)))
     model = None
     if served.checkpoint:
         size = served.settings.neighbor_cache_bytes

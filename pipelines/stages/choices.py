@@ -67,6 +67,8 @@ def _without_ngrams(config: Config) -> str:
         return f"embedder.kind = {config.embedder.kind!r} finds meaning, n-grams find wording"
     if config.chunks.chunk_length < _LEAST_LENGTH:
         return f"chunks.chunk_length = {config.chunks.chunk_length} is below {_LEAST_LENGTH}"
+    if "ngrams" in config.skip_stages:
+        return "skip_stages leaves out 'ngrams'"
     others = (folder for folder in config.neighbors.extra_datastores if not Datastore.open(folder).has("ngrams"))
     return next((f"{folder} has no finished 'ngrams' stage" for folder in others), "")
 

@@ -16,6 +16,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
 from indexing.store.paths import path_of
+from indexing.store.stages import left_out
 from indexing.suffixes.order import (
     ALL_HEADS,
     LONGEST,
@@ -65,7 +66,7 @@ def run_suffixes(config: Config, executor: Executor) -> Artifacts:
     folder = config.datastore
     datastore = Datastore.open(folder)
     tokens = datastore.manifest["splits"]["train"]["tokens"]
-    votes = not config.skip_stages
+    votes = "votes" not in left_out(config.skip_stages)
     orders = [
         _Order(folder, datastore.train, shards, tokens, votes) for shards in planned_orders(generations(folder), tokens)
     ]

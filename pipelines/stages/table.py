@@ -28,6 +28,7 @@ from indexing.store.datastore import (
 from indexing.store.deletions import locked, read_deletions, write_deletions
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import entries_of
+from indexing.store.stages import NEEDS, left_out
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
@@ -53,8 +54,7 @@ class Stage:
     Attributes:
         run: makes every unfinished artifact of the stage and returns all of them.
         outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
-        included: whether `all` includes the stage under these settings.
-        needs: the stage that must be finished; empty: the one before in the table.
+        included: whether `all` includes the stage under these settings, unless `skip_stages` leaves it out.
         reads: another stage that it reads under some settings; empty: none.
         clean: called when the datastore's manifest names what the stage has made: removes what that replaces.
     """
@@ -62,7 +62,6 @@ class Stage:
     run: Callable[[Config, Executor], Artifacts]
     outputs: tuple[str, ...]
     included: Callable[[Config], bool] = lambda config: True
-    needs: str = ""
     reads: str = ""
     clean: Callable[[Path], None] = lambda folder: None
 
@@ -72,23 +71,21 @@ STAGES: dict[str, Stage] = {
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
-    "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
-    "ngrams": Stage(
-        run_ngrams, ("ngrams/*",), lambda config: with_choices(config).neighbors.search == "ngrams", needs="chunk"
-    ),
-    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add", reads="ngrams"),
+    "sparse": Stage(run_sparse, ("sparse/*",)),
+    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: with_choices(config).neighbors.search == "ngrams"),
+    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), reads="ngrams"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
-    "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
-    "suffixes": Stage(
-        run_suffixes,
-        ("suffixes/*",),
-        lambda config: "suffixes" not in config.skip_stages,
-        needs="chunk",
-        clean=remove_other_orders,
-    ),
-    "votes": Stage(run_votes, ("votes/*",), lambda config: not config.skip_stages),
+    "merge": Stage(run_merge, ("index/merged",), lambda config: False),
+    "suffixes": Stage(run_suffixes, ("suffixes/*",), clean=remove_other_orders),
+    "votes": Stage(run_votes, ("votes/*",)),
 }
 """The stages in the order of a build; `merge` runs only by name."""
+
+
+def stages_of(config: Config) -> list[str]:
+    """The stages of a whole build under these settings, in order."""
+    out = left_out(config.skip_stages)
+    return [name for name, stage in STAGES.items() if name not in out and stage.included(config)]
 
 
 def build(
@@ -129,9 +126,9 @@ def build(
             if only in ("all", "chunk"):
                 corpus.list_files_before_rebuild(config)
             _remove_from(folder, "chunk" if only == "all" else only)
-        if only in ("all", "neighbors"):
+        if only == "neighbors" or (only == "all" and "neighbors" not in left_out(config.skip_stages)):
             config = with_choices(config)
-        names = [name for name, stage in STAGES.items() if stage.included(config)] if only == "all" else [only]
+        names = stages_of(config) if only == "all" else [only]
         with view.shown(names):
             if append:
                 config = _append(config, executor, names)
@@ -154,7 +151,7 @@ def _append(config: Config, executor: Executor, names: list[str]) -> Config:
 
 
 def _run(config: Config, executor: Executor, name: str) -> None:
-    if needed := _needs(name):
+    if needed := NEEDS.get(name):
         Datastore.open(config.datastore).require(needed)
     made = STAGES[name].run(config, executor)
     for parent in {(config.datastore / output).parent for output in STAGES[name].outputs}:
@@ -164,17 +161,11 @@ def _run(config: Config, executor: Executor, name: str) -> None:
     STAGES[name].clean(config.datastore)
 
 
-def _needs(name: str) -> str:
-    """The stage that must be finished before another one; empty for the first."""
-    names = ["", *STAGES]
-    return STAGES[name].needs or names[names.index(name) - 1]
-
-
 def _depending_on(name: str) -> list[str]:
     """A stage and all stages that read what it makes, also through others, in the order of the table."""
     names, affected = list(STAGES), [name]
     for other in names[names.index(name) + 1 :]:
-        if _needs(other) in affected or STAGES[other].reads in affected:
+        if NEEDS[other] in affected or STAGES[other].reads in affected:
             affected.append(other)
     return affected
 

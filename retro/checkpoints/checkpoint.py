@@ -58,7 +58,8 @@ class Checkpoint:
 
     Attributes:
         path: the folder, or the exported file.
-        weights: files of the weights; for a decoder of transformers the file with networks that were fitted to it, if there is one.
+        weights: files of the weights; for a decoder of transformers the file with networks that were fitted to it, if
+            there is one.
         training: files of moments and random states; an exported checkpoint has none.
         fingerprint: identifies the checkpoint in results.
         step: optimizer steps done.

@@ -8,9 +8,10 @@ Merity et al. 2017, arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911
 each of `MATCH_LENGTHS`: at a length vote the positions at which as many of the last tokens, or more, equal those that
 were read.
 
-The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there are and whether they agree,
-for every source and length, and how sure the vocabulary is. It reads no activations, so it fits any model: it begins with weights that were fitted
-to other text (`weights.safetensors`). Not in the paper of RETRO.
+The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there
+are and whether they agree, for every source and length, and how sure the vocabulary is. It reads no activations, so it
+fits any model: it begins with weights that were fitted to other text (`weights.safetensors`). Not in the paper of
+RETRO.
 
     tokens, neighbors, votes ─ counts by length ─ evidence ─┬─ networks ─ shares ─┐
     logits ─ probability of the likeliest token ────────────┘                     ├─ mixture ─ loss

@@ -1,4 +1,5 @@
-"""The networks of a copy head as a safetensors file: those that the package comes with, and those of `retro add-retrieval`.
+"""The networks of a copy head as a safetensors file: those that the package comes with, and those of
+`retro add-retrieval`.
 
 datastore.inner, datastore.inner_bias …    parameters by name, float32
 metadata, one entry `networks`:            JSON
@@ -77,8 +78,8 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
             none.
 
     Raises:
-        InputError: there is no such file, it is not a safetensors file of this version, lacks a parameter, has another one, another
-            shape or type, something that is not a finite number, or has changed since it was written.
+        InputError: there is no such file, it is not a safetensors file of this version, lacks a parameter, has another
+            one, another shape or type, something that is not a finite number, or has changed since it was written.
     """
     try:
         with safe_open(file, "pt") as opened:

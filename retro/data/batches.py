@@ -23,6 +23,7 @@ from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
 from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, within_limit
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
+from retro.data.live_votes import live_votes
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -66,7 +67,7 @@ def read_sequences(
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = votes = None
     if use.votes:
-        found = read_columns(split, ids[real]) if use.found_votes is None else use.found_votes[ids[real]]
+        found = _votes(split, ids[real], use)
         votes = within_limit(found, split, use.max_overlap)
         if not real.all():  # the usual batch is not copied
             votes = np.zeros((*ids.shape, m, COLUMNS), dtype=np.int64)
@@ -100,6 +101,13 @@ def read_sequences(
         lengths=lengths,
         votes=votes,
     )
+
+
+def _votes(split: Split, ids: np.ndarray, use: NeighborUse) -> np.ndarray:
+    """The votes for the tokens of chunks, ids [n] int64 → [n, m, 32] int64: given, searched or stored."""
+    if use.found_votes is not None:
+        return use.found_votes[ids]
+    return live_votes(use.live, split, ids) if use.live is not None else read_columns(split, ids)
 
 
 def join(parts: Sequence[Inputs[np.ndarray]], rows: np.ndarray) -> Inputs[np.ndarray]:

@@ -16,6 +16,7 @@ from indexing.similarity.overlap import overlap
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.suffixes.search import SuffixIndex
 
 NeighborSource = Literal["nearest", "random"]
 
@@ -36,6 +37,7 @@ class NeighborUse:
         found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
         found_votes: [chunks, m, 32] int64 votes for each token of the split, to use instead of the stored ones.
+        live: searches votes that are not stored; None = they are.
     """
 
     k: int
@@ -46,6 +48,7 @@ class NeighborUse:
     votes: bool = False
     found: np.ndarray | None = field(default=None, repr=False, compare=False)
     found_votes: np.ndarray | None = field(default=None, repr=False, compare=False)
+    live: SuffixIndex | None = field(default=None, repr=False, compare=False)
 
     @property
     def rule(self) -> str:

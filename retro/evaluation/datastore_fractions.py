@@ -38,7 +38,7 @@ from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import COLUMNS
+from retro.data.live_votes import live_votes
 from retro.evaluation.sets import EvaluationSet
 
 _BLOCK_CHUNKS = 2**20  # chunks of the datastore in a block
@@ -96,20 +96,9 @@ def votes_in_fractions(
         chunks = int(np.diff(ranges[chosen]).sum())
         with tempfile.TemporaryDirectory(prefix="retro-fraction-") as folder:
             part = index.of_documents(chosen, Path(folder))
-            votes = _votes_of(evaluation_set.split, num_chunks, part)
+            votes = live_votes(part, evaluation_set.split, np.arange(num_chunks))
         advance(chunks)
         yield PartialDatastore(fraction, int(chosen.sum()), chunks, votes=votes)
-
-
-def _votes_of(split: Split, num_chunks: int, index: SuffixIndex) -> np.ndarray:
-    """The votes of the first chunks of a split, [n, m, 32] int64."""
-    votes = np.zeros((num_chunks, split.chunk_length, COLUMNS), dtype=np.int64)
-    for first, stop in split.chunk_ranges(np.arange(split.num_documents)).tolist():
-        if stop > num_chunks:
-            break
-        is_text = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
-        votes[first:stop][is_text] = index.votes(split.tokens.read(first, stop)[is_text])
-    return votes
 
 
 def search_fractions(

@@ -56,6 +56,7 @@ def open_model(
     if passages is None:
         return LanguageModel.open(checkpoint, None, device, retrieval=retrieval), None
     retriever = Retriever.open(passages)
+    retriever.chunks.require(settings.retrieval)
     if retrieval:
         _check_readable(opened, retriever.datastore)
     source = retriever if retrieval or not opened.datastores else None  # a base model has no other tokenizer

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -21,8 +21,12 @@ from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
+from indexing.suffixes.order import FOLDER as SUFFIXES
+from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import require_votes
 from indexing.tokenization.metadata import read_meta, read_token_bytes
+from retro.data.neighbor_choice import NeighborUse
 from retro.model.datastore_fit import check_fits
 from retro.model_settings import ModelSettings
 
@@ -90,7 +94,7 @@ class EvaluationSet:
                 "or remove the set from evaluation.sets."
             )
         if model.copy_head.datastore:
-            require_votes(self.datastore)
+            self._check_votes()
         if k:
             self.datastore.require("neighbors")
             stored = self.split.neighbor_ids.row_shape[0]
@@ -98,6 +102,20 @@ class EvaluationSet:
                 raise InputError(
                     f"k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.stored)."
                 )
+
+    def _check_votes(self) -> None:
+        """Raise InputError unless votes are stored or can be searched."""
+        if self.datastore.has(VOTES) or not self.datastore.has(SUFFIXES):
+            require_votes(self.datastore)
+
+    def with_votes(self, use: NeighborUse) -> NeighborUse:
+        """The use, with a search of the votes if they are needed and not stored."""
+        stored = not use.votes or use.found_votes is not None or self.datastore.has(VOTES)
+        return use if stored else replace(use, live=self._prefixes)
+
+    @cached_property
+    def _prefixes(self) -> SuffixIndex:
+        return SuffixIndex.open(self.datastore.folder)
 
 
 def parse_set(entry: str) -> tuple[str, str, str]:

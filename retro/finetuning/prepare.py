@@ -184,6 +184,8 @@ class _Writer:
     def open(cls, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> "_Writer":
         datastore = Datastore.open(datastores[0])
         retriever = Retriever.open(*datastores) if k else None
+        if retriever is not None:
+            retriever.chunks.require("dense")
         tokenizer = retriever.tokenizer if retriever else Tokenizer.open(datastore.folder / "tokenizer")
         template = ChatTemplate(tokenizer, read_template(settings.template), settings.language)
         if settings.format == "instructions":

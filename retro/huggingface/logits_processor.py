@@ -129,9 +129,10 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         Args:
             datastore: folder or URL of a datastore that was made with the tokenizer (`--tokenizer.kind huggingface`).
             tokenizer: the model's tokenizer, of transformers.
-            model: the model, of transformers. It reads each prompt once more, and copying is as strong as it was right in the
-                prompt. None = little is copied.
-            networks: file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those that fit other text.
+            model: the model, of transformers. It reads each prompt once more, and copying is as strong as it was right
+                in the prompt. None = little is copied.
+            networks: file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those
+                that fit other text.
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
 
@@ -151,6 +152,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         opened = Datastore.open(datastore)
         check_tokens(opened, tokenizer)
         retriever = Retriever.open(datastore) if k else None
+        if retriever is not None:
+            retriever.chunks.require("dense")
         head = _open_head(opened, str(networks), k)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         own = Tokenizer.open(opened.folder / "tokenizer")

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from indexing.retrieval.queries import Retrieval
-from indexing.retrieval.results import Hit
+from indexing.retrieval.results import Hit, known_distances
 from indexing.retrieval.retriever import Retriever
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
@@ -39,7 +39,7 @@ class BareHit(NamedTuple):
 
     chunk_id: int
     score: float
-    distance: float
+    distance: float | None
 
 
 class SearchResult(NamedTuple):
@@ -70,7 +70,7 @@ def search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], list
         else:
             ranked = searched.chunks.rank(together, search.k, filters=filters, retrieval=search.retrieval)
         ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
-        rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
+        rows = zip(ids.tolist(), ranked.scores.tolist(), map(known_distances, ranked.distances), strict=True)
         return [
             SearchResult([BareHit(*hit) for hit in zip(*row, strict=True) if hit[0] >= 0], ranked.missing)
             for row in rows
@@ -88,5 +88,6 @@ def _retrievers_of_datastores(retriever: Retriever) -> Iterator[tuple[str, tuple
     """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this
     datastore."""
     for index, split in enumerate(retriever.retrieval.splits):
-        alone = replace(retriever, indexes=retriever.indexes[index : index + 1], retrieval=RetrievalSet((split,)))
+        dense = retriever.dense and replace(retriever.dense, indexes=retriever.dense.indexes[index : index + 1])
+        alone = replace(retriever, dense=dense, retrieval=RetrievalSet((split,)))
         yield datastore_name(split.folder), (index << CHUNK_ID_BITS, alone)

@@ -223,8 +223,8 @@ class DatastoreResponse(BaseModel):
     chunk_length: int
     vocab_size: int
     tokenizer: str = Field(description="Fingerprint of the tokenizer: equal ones have the same token ids.")
-    embedder: str
-    dimension: int
+    embedder: str | None = Field(description="Null if a datastore has no finished index.")
+    dimension: int | None
     filters: list[str] = Field(description="Metadata columns that `filters` accepts.")
     retrieval: list[Retrieval] = Field(description="Kinds of retrieval that a search accepts.")
     trace: bool = Field(description="Whether runs can be traced: a datastore has the stage `suffixes`.")

@@ -245,16 +245,15 @@ def datastore_info(service: Service) -> dict[str, Any]:
     """Return the fields of `schemas.DatastoreResponse`."""
     retriever = service.retriever
     retriever.retrieval.require_unchanged()
-    embedder = embedder_kind(retriever.datastore.folder)
     return {
         "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],
         "chunk_length": retriever.datastore.chunk_length,
         "vocab_size": retriever.tokenizer.vocab_size,
         "tokenizer": tokenizer_fingerprint(retriever.datastore.folder),
-        "embedder": embedder,
-        "dimension": retriever.embedder.dimension,
+        "embedder": embedder_kind(retriever.datastore.folder) if retriever.dense else None,
+        "dimension": retriever.embedder.dimension if retriever.dense else None,
         "filters": retriever.filters.columns,
-        "retrieval": ["dense", "sparse", "hybrid"] if retriever.chunks.has_terms else ["dense"],
+        "retrieval": list(retriever.chunks.ways),
         "trace": service.traces,
         "model": _model(service),
         "limits": service.settings.limits,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from indexing.progress import during
-from indexing.retrieval.queries import Retrieval
 from indexing.store.errors import DamagedFile
 from indexing.store.remote import url_of
 from indexing.suffixes.order import LONGEST
@@ -73,11 +72,11 @@ def first_uses(service: "Service") -> Iterator[FirstUse]:
     retriever, model = service.retriever, service.language_model
     yield FirstUse("checksums of files that came from elsewhere", service.files.watch.compare)
     m = retriever.datastore.chunk_length
-    ways: tuple[Retrieval, ...] = ("dense", "hybrid") if retriever.chunks.has_terms else ("dense",)
-    for way in ways:
+    ways = retriever.chunks.ways
+    for way in dict.fromkeys((*ways[:1], *ways[-1:])):  # the last one uses terms, if there are any
         yield FirstUse(f"a {way} search", lambda way=way: retriever.search(["warm up"], 1, retrieval=way))  # type: ignore[misc]
     chunk = _stored_text(service)[None, :m]
-    if chunk.shape[1] == m:
+    if retriever.dense and chunk.shape[1] == m:
         yield FirstUse("neighbors of a chunk", lambda: retriever.neighbors.rank(chunk, _K))
     if _traces(service):
         yield FirstUse("verbatim runs", lambda: _trace(service))

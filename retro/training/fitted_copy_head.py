@@ -88,13 +88,14 @@ def add_retrieval(
 
     Args:
         checkpoint: the model.
-        folder: folder or URL of a datastore with neighbors. The file names it as its own.
+        folder: folder or URL of a datastore with the stages of the sources: `neighbors`, `votes`. The file names it as
+            its own.
         file: see `single_file.export`; for a decoder of transformers, see `any_model.write_fitted`.
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
-        names: sources to add; empty = neighbors, and the whole datastore if it has votes, as far as the model lacks
-            them.
+        names: sources to add; empty = neighbors and the whole datastore (its votes), as far as they are stored and the
+            model lacks them.
         reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the
             checkpoint.
         advance: receives numbers of tokens that were read.
@@ -111,17 +112,20 @@ def add_retrieval(
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
-    datastore.require("neighbors")
     if settings.copy_head.datastore:
         require_votes(datastore)
-    if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
-        raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
+    if settings.retrieves:
+        datastore.require("neighbors")
+        if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
+            raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     span = max(m, min(SPAN, length) // m * m)
     spans = replace(data, sequence_length=span)
-    source = TrainingData(data.datastores, spans, retrieval=True, votes=bool(settings.copy_head.datastore))
+    source = TrainingData(
+        data.datastores, spans, retrieval=settings.retrieves, votes=bool(settings.copy_head.datastore)
+    )
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
     batches = read_batches(source, -(-num_tokens // span), placement)
     fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
@@ -146,7 +150,8 @@ def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> It
 def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
     has = checkpoint.model.copy_head.names
-    usual: list[SourceName] = ["neighbors", "datastore"] if datastore.has("votes") else ["neighbors"]
+    stages: dict[SourceName, str] = {"neighbors": "neighbors", "datastore": "votes"}
+    usual: list[SourceName] = [name for name, stage in stages.items() if datastore.has(stage)] or ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
     if twice := [name for name in chosen or ["neighbors"] if name in has]:
         raise InputError(

@@ -17,6 +17,7 @@ from indexing.embedding.settings import FIT_CHUNKS
 from indexing.index.build import TUNE_QUERIES, sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.ngrams.index import num_passes
+from indexing.store.stages import left_out
 from indexing.suffixes.votes import vote_dtype
 from pipelines.cli.planning.bytes import Layout, Workload, artifact_bytes, index_for, memory_bytes
 from pipelines.cli.planning.sample import Sample
@@ -30,6 +31,9 @@ _VOTES_GROWTH = 0.05
 """The compressed votes of a token grow with this power of the tokens, as more tokens have a vote at more lengths.
 Measured: 0.07 from 0.5 to 1.6 million tokens of Ethereum's improvement proposals, 0.03 from 10 to 311 million of a
 trigram model."""
+
+_STAGES = {"embeddings": "embed", "index": "add", "neighbors": "neighbors"}
+"""Stages of the artifacts whose bytes are computed and not measured; chunks are always there."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +170,10 @@ def plan_for(config: Config, sample: Sample, tokens: float = 0.0, machines: int 
     for name, seconds in seconds_of(size, sample, config).items():
         working = 1 if name in ALONE else min(machines, size.shards)
         steps.append(StepPlan(name, seconds, cpu_seconds[name], working, memory.get(name, float(sample.peak_bytes))))
-    index = index_for(size.train_chunks, sample.dimension, config.index)
-    changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
-    return Plan(size, artifact_bytes(size, layout), steps, changed)
+    index, out = index_for(size.train_chunks, sample.dimension, config.index), left_out(config.skip_stages)
+    changed = {"index.memory": index.memory} if index.memory != config.index.memory and "add" not in out else {}
+    artifacts = artifact_bytes(size, layout).items()
+    return Plan(size, {name: value for name, value in artifacts if _STAGES.get(name) not in out}, steps, changed)
 
 
 def plan_tables(plan: Plan, sample: Sample, machines: int) -> list[list[list[str]]]:
@@ -184,9 +189,9 @@ def plan_tables(plan: Plan, sample: Sample, machines: int) -> list[list[list[str
     ]
     what = [
         ["tokens", f"{human_count(round(size.tokens))}, {human_bytes(size.text_bytes)} of text"],
-        ["chunks", f"{size.chunks:,.0f}, {size.train_chunks:,.0f} of them in the index; shards: {size.shards:,}"],
-        ["index", f"{size.key}, trained on {size.trained_on:,} vectors"],
-        ["neighbors", f"search: {size.search}"],
+        ["chunks", f"{size.chunks:,.0f}, {size.train_chunks:,.0f} of them for training; shards: {size.shards:,}"],
+        *([["index", f"{size.key}, trained on {size.trained_on:,} vectors"]] if "index" in plan.bytes else []),
+        *([["neighbors", f"search: {size.search}"]] if "neighbors" in plan.bytes else []),
         *([["needs", ", ".join(f"{key} = {value}" for key, value in plan.settings.items())]] if plan.settings else []),
     ]
     artifacts = [

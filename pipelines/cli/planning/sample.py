@@ -29,6 +29,7 @@ from indexing.store.artifact import read_manifest, stored_json
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from indexing.store.stages import left_out
 from pipelines.cli.planning.bytes import Workload, index_for, with_lists_for
 from pipelines.config import Config
 from pipelines.executors.tasks import LocalExecutor
@@ -117,9 +118,10 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
             )
             view = StagesView(quiet=True)
             sampled = _with_text(planned, drawn.valid, _shuffled(drawn, limit), work / "sample")
-            build(sampled, LocalExecutor(config.executor), view=view)
-            # Measured again, because the first search of a process loads libraries and may compile.
-            datastore = build(sampled, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
+            datastore = build(sampled, LocalExecutor(config.executor), view=view)
+            if datastore.has("neighbors"):
+                # Measured again, because the first search of a process loads libraries and may compile.
+                build(sampled, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
         size, steps = _size(datastore), last_steps(view.steps)
         if of_transformer:
             del steps["embed: count n-grams"]
@@ -273,6 +275,8 @@ def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[Embedder
     Search and index depend only on the dimension of embeddings.
     """
     settings = config.embedder
+    if "embed" in left_out(config.skip_stages):
+        return replace(settings, kind="lexical", path=""), None
     if settings.kind == "lexical" and settings.path:
         stored = from_json(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
         return replace(stored, path=""), None
@@ -302,7 +306,9 @@ def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
 def _size(datastore: Datastore) -> Workload:
     folder, splits = datastore.folder, datastore.manifest["splits"].values()
     documents, chunks, tokens = (sum(sum(s[key]) for s in splits) for key in ("documents", "chunks", "tokens"))
-    trained = stored_json(folder / "index/trained/index.json", Trained)
+    indexed = datastore.has("add")
+    trained = stored_json(folder / "index/trained/index.json", Trained) if indexed else None
+    tuned = stored_json(folder / "index/tuned/tuned.json", Tuned) if indexed else None
     return Workload(
         text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # including text that [dedup] removes
         documents=documents,
@@ -310,10 +316,10 @@ def _size(datastore: Datastore) -> Workload:
         chunks=chunks,
         train_chunks=datastore.train.num_chunks,
         shards=len(datastore.train.chunk_rows),
-        key=trained["key"],
-        trained_on=trained["trained_on"],
-        tune_queries=stored_json(folder / "index/tuned/tuned.json", Tuned)["queries"],
-        search=read_manifest(folder / "neighbors" / shard_name(0))["counts"]["search"],
+        key=trained["key"] if trained else "Flat",
+        trained_on=trained["trained_on"] if trained else 0,
+        tune_queries=tuned["queries"] if tuned else 0,
+        search=read_manifest(folder / "neighbors" / shard_name(0))["counts"]["search"] if indexed else "index",
     )
 
 

@@ -200,8 +200,9 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     documents = split.metadata(split.documents_of(drawn)[0].tolist())
     examples = []
     for row in range(len(drawn)):
-        hits = retriever.lookup.hits(retriever.retrieval.without_deleted(near[row]), distances[row])
-        neighbors = [report.NeighborText(hit.distance, hit.document_id, hit.text, hit.continuation) for hit in hits]
+        ids = retriever.retrieval.without_deleted(near[row])
+        hits = zip(retriever.lookup.hits(ids, distances[row]), distances[row][ids >= 0].tolist(), strict=True)
+        neighbors = [report.NeighborText(far, hit.document_id, hit.text, hit.continuation) for hit, far in hits]
         text = retriever.tokenizer.decode(tokens[row, : lengths[row]])
         continuation = retriever.tokenizer.decode(following[row, split.chunk_length :])
         examples.append(report.NeighborExample(str(documents[row]["id"]), text, continuation, neighbors))

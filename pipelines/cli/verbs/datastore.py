@@ -18,6 +18,7 @@ from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_r
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
+from indexing.store.stages import StageName
 from indexing.tokenization.metadata import read_meta
 from pipelines.cli.results import Format, ResultOptions, print_result
 from pipelines.config import Config
@@ -36,23 +37,10 @@ _CHUNKS_FOR_DOCUMENTS = 10  # chunks that `retro search` reads for each one that
 class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
-    stage: Literal[
-        "all",
-        "chunk",
-        "embed",
-        "train-index",
-        "add",
-        "sparse",
-        "ngrams",
-        "neighbors",
-        "materialize",
-        "merge",
-        "suffixes",
-        "votes",
-    ] = "all"
+    stage: Literal["all"] | StageName = "all"
     """Run one stage only; `all` runs them in order (`ngrams` only for neighbors by n-grams, `materialize` only if
-    neighbors.materialized is set, `suffixes` and `votes` unless skip_stages names them). By name `merge` makes one
-    index file for serving."""
+    neighbors.materialized is set, others unless skip_stages leaves them out). By name `merge` makes one index file for
+    serving."""
     rebuild: bool = False
     """First remove the files of this stage and of all stages that depend on it. Deleted documents stay deleted
     (`retro delete`): new chunks are made without them."""
@@ -69,7 +57,7 @@ def index(options: IndexOptions) -> int:
 
     executor = make_executor(options.executor)  # a worker on Ray starts during these imports
     from pipelines.cli.reports.datastore import summary_table, write_index_report
-    from pipelines.stages.table import build
+    from pipelines.stages.table import STAGES, build
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
     view = StagesView()
@@ -86,6 +74,9 @@ def index(options: IndexOptions) -> int:
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore, view.steps, config.neighbors.extra_datastores)).rows)
         echo(f"report: {datastore.folder / 'report.html'}")
+    else:
+        totals, stages = datastore.manifest["splits"]["train"], ", ".join(filter(datastore.has, STAGES))
+        echo(f"{sum(totals['tokens']):,} tokens of {sum(totals['documents']):,} documents, finished stages: {stages}")
     return 0
 
 
@@ -176,7 +167,8 @@ def of_different_documents(hits: Sequence[Hit], k: int) -> list[Hit]:
 
 
 def _hit_text(rank: int, hit: Hit) -> str:
-    figures = f"score {hit.score:.3f}  distance {hit.distance:.3f}"
+    distance = "" if hit.distance is None else f"  distance {hit.distance:.3f}"
+    figures = f"score {hit.score:.3f}{distance}"
     continuation = f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else ""
     name = f"{one_line(hit.document_id)}  (chunk {hit.chunk_id})"
     return f"{rank}. {figures}  {name}\n{indented(hit.text)}{continuation}\n"

@@ -106,7 +106,7 @@ def make_server(retriever: "Retriever") -> "MCPServer":
     ) -> list[Passage]:
         """Find the passages of the documents that answer a question or resemble a text, best first."""
         with _mistakes():
-            hits = retriever.search([query], k, retrieval="hybrid" if retriever.chunks.has_terms else "dense").hits[0]
+            hits = retriever.search([query], k, retrieval=retriever.chunks.best).hits[0]
         positions = sets.positions_in_documents(np.array([hit.chunk_id for hit in hits], dtype=np.int64)).tolist()
         return [
             Passage(hit.document_id, hit.title, hit.source, position, hit.score, hit.text + hit.continuation)

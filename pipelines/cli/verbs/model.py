@@ -73,14 +73,14 @@ class AddRetrievalOptions:
     other weights stay the same, so retrieval OFF is the model as it was. The output is one file, which other verbs
     accept as CHECKPOINT.
 
-    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file has the networks
-    of the copy head alone, and names the model."""
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file has
+    the networks of the copy head alone, and names the model."""
 
     output: Path
     """The file, `NAME.safetensors`."""
     datastore: str = ""
-    """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of
-    the training run."""
+    """Datastore with the stages of the sources, built with the model's tokenizer; the file names it as its own. Empty:
+    the datastore of the training run."""
     reader: Literal["", "decoder"] = ""
     """`decoder`: `model.retrieval.reader` of the file, for decoders with RoPE and without cross-attention. Reading k
     neighbors adds about k times the time of the text, until they are cached (docs/how-to/retrofit.md). Empty: as the
@@ -91,7 +91,7 @@ class AddRetrievalOptions:
     """Number of tokens of training text to read."""
     sources: tuple[SourceName, ...] = ()
     """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty:
-    neighbors, and the whole datastore if it has votes."""
+    neighbors and the whole datastore, of both those whose stage is finished."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False
@@ -123,11 +123,13 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
             reader=options.reader,
             advance=advance,
         )
+    reads_neighbors = open_model(options.output).model.retrieves
     echo(
-        f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON with {options.k} "
-        "neighbors; `retro eval perplexity` measures held-out text"
+        f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON"
+        f"{f' with {options.k} neighbors' * reads_neighbors}; `retro eval perplexity` measures held-out text"
     )
-    echo(f"neighbors: {DataSettings(**checkpoint.neighbor_rules).neighbor_use.rule}")
+    if reads_neighbors:
+        echo(f"neighbors: {DataSettings(**checkpoint.neighbor_rules).neighbor_use.rule}")
     echo(f"{options.output}: {human_bytes(options.output.stat().st_size)}, datastore {folder}")
     return 0
 

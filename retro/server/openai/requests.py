@@ -34,13 +34,13 @@ _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest toke
 @router.get("/v1/models", responses=error_responses())
 def models(service: ServiceDependency) -> schemas.ModelList:
     """List the models."""
-    return schemas.ModelList(data=[_model(service, name) for name in [*_generating(service), _embedder(service)]])
+    return schemas.ModelList(data=[_model(service, name) for name in [*_generating(service), *_embedders(service)]])
 
 
 @router.get("/v1/models/{model}", responses=error_responses(404))
 def model(model: str, service: ServiceDependency) -> schemas.Model:
     """Return one model."""
-    _check(model, [*_generating(service), _embedder(service)])
+    _check(model, [*_generating(service), *_embedders(service)])
     return _model(service, model)
 
 
@@ -62,7 +62,8 @@ def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
 
 
 def check_embedder(service: Service, name: str) -> None:
-    _check(name, [_embedder(service)])
+    service.retriever.chunks.require("dense")
+    _check(name, _embedders(service))
 
 
 def _generating(service: Service) -> list[str]:
@@ -70,12 +71,12 @@ def _generating(service: Service) -> list[str]:
     return [*names, *(name + _OFF for name in names if service.retrieves)]
 
 
-def _embedder(service: Service) -> str:
-    return service.name + _EMBEDDER
+def _embedders(service: Service) -> list[str]:
+    return [service.name + _EMBEDDER] if service.retriever.dense else []
 
 
 def _model(service: Service, name: str) -> schemas.Model:
-    context = None if name == _embedder(service) else service.model().context
+    context = None if name in _embedders(service) else service.model().context
     return schemas.Model(id=name, created=service.started, max_model_len=context)
 
 

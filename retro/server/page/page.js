@@ -33,7 +33,8 @@ async function route() {
 }
 
 /** The view of an address that names none. */
-const firstView = () => served().then(({ model }) => (model?.retrieval ? "passage" : "neighbors"), () => "neighbors");
+const firstView = () => served().then(viewFor, () => "neighbors");
+const viewFor = ({ model, retrieval }) => (model?.retrieval ? "passage" : retrieval.length ? "neighbors" : "trace");
 
 function open({ dataset: { view } }) {
   if (view && view !== readAddress().view) location.hash = addressOf(view);

@@ -178,3 +178,25 @@ def test_a_truncated_file_is_refused_by_name_unless_search_does_not_read_it(
         "chunks-0.idx",
         "vectors.faiss",
     }
+
+
+def test_a_stage_is_required_only_by_what_reads_it(copying_datastore: Datastore, retriever: Retriever) -> None:
+    opened, query = Retriever.open(copying_datastore.folder), ["memory of a chunk"]
+    assert opened.chunks.ways == ("sparse",)
+    assert retriever.chunks.ways == ("dense", "sparse", "hybrid")
+    chunks = [
+        opened.chunks.rank(query, 5, retrieval="sparse").ids,
+        retriever.chunks.rank(query, 5, retrieval="sparse").ids,
+    ]
+    np.testing.assert_array_equal(*chunks)
+    assert opened.lookup.chunk(0) == retriever.lookup.chunk(0)
+    opened.chunks.require("sparse")
+    for act in (
+        lambda: opened.chunks.require("hybrid"),
+        lambda: opened.search(query, 2),
+        lambda: opened.queries,
+        lambda: opened.neighbors,
+        lambda: opened.indexes,
+    ):
+        with pytest.raises(InputError, match="no finished 'add' stage"):
+            act()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from indexing.retrieval.queries import query_texts
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.terms import query_terms
 from indexing.store.errors import InputError
@@ -34,7 +35,7 @@ def test_a_string_is_a_list_of_one_text_and_lists_stay_as_they_are() -> None:
         ),
         lambda retriever, texts: retriever.chunks.rank(texts, 3).ids.tolist(),
         lambda retriever, texts: retriever.queries.vectors(texts).tolist(),
-        lambda retriever, texts: retriever.queries.texts(texts),
+        lambda retriever, texts: query_texts(texts, retriever.tokenizer),
         lambda retriever, texts: [row.tolist() for row in retriever.tokenizer.encode_batch(texts)],
         lambda retriever, texts: [row.tolist() for row in retriever.tokenizer.encode_blocks(texts)],
         lambda retriever, texts: language_of(texts),

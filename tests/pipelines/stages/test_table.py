@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from indexing.index.build import IndexSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
+from indexing.store.stages import SkippedStage
 from indexing.suffixes.votes import has_votes
 from pipelines.cli.main import main
 from pipelines.cli.settings.toml_file import to_toml
@@ -212,6 +213,71 @@ def test_a_stage_that_is_left_out_runs_by_name(tmp_path: Path, left_out: Literal
     datastore = build_local(config)
     assert [datastore.has(stage) for stage in ("suffixes", "votes")] == [left_out == "votes", False]
     assert build_local(config, only=left_out).has(left_out)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "finished"),
+    [
+        (("neighbors",), ["chunk", "sparse", "suffixes", "votes"]),
+        (("neighbors", "sparse", "votes"), ["chunk", "suffixes"]),
+        (("embed", "suffixes"), ["chunk", "sparse"]),
+        (("sparse", "suffixes"), ["chunk", "embed", "train-index", "add", "neighbors"]),
+    ],
+)
+def test_a_datastore_has_only_the_stages_that_are_not_left_out_in_equal_bytes(
+    tmp_path: Path,
+    tiny_corpus: Path,
+    voting_datastore: Datastore,
+    skipped: tuple[SkippedStage, ...],
+    finished: list[str],
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, skip_stages=skipped)
+    built, whole = build_local(config), voting_datastore.manifest["fingerprints"]
+    assert list(built.manifest["fingerprints"]) == sorted(finished)
+    assert built.manifest["fingerprints"] == {stage: whole[stage] for stage in finished}
+    complete, own = contents(voting_datastore.folder), contents(built.folder)
+    assert {name for name, data in own.items() if complete.get(name) != data} <= {"manifest.json", ".lock"}
+    assert main(["verify", str(config.datastore)]) == 0
+    assert main(["inspect", str(config.datastore)]) == 0
+
+
+def test_a_stage_that_was_left_out_can_be_added_later(
+    tmp_path: Path, copying_datastore: Datastore, tiny_corpus: Path, voting_datastore: Datastore
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, skip_stages=())
+    shutil.copytree(copying_datastore.folder, config.datastore)
+    build_local(config)
+    assert contents(config.datastore).keys() == contents(voting_datastore.folder).keys()
+
+
+def test_appended_documents_get_the_stages_that_are_not_left_out(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20), skip_stages=("neighbors",))
+    build_local(config)
+    more = write_corpus(tmp_path / "more.jsonl", 20, seed=1)
+    grown = build_local(replace(config, corpus=replace(config.corpus, paths=(str(more),))), append=True)
+    assert list(grown.manifest["fingerprints"]) == ["chunk", "sparse", "suffixes", "votes"]
+    assert grown.train.num_documents + grown.valid.num_documents == 40
+
+
+@pytest.mark.parametrize(
+    ("skipped", "changes", "words"),
+    [
+        (("neighbors",), {"materialized": 2}, "neighbors.materialized needs the stage 'neighbors'"),
+        (("embed",), {"extra_datastores": (Path("other"),)}, "neighbors.extra_datastores needs the stage 'neighbors'"),
+        (("ngrams",), {"search": "ngrams"}, "neighbors.search = 'ngrams' needs the stage 'ngrams'"),
+    ],
+)
+def test_a_stage_that_other_settings_need_cannot_be_left_out(
+    tmp_path: Path, skipped: tuple[SkippedStage, ...], changes: dict[str, Any], words: str
+) -> None:
+    config = tiny_config(tmp_path, tmp_path / "corpus.jsonl", skip_stages=())
+    with pytest.raises(InputError, match=re.escape(words)):
+        replace(config, skip_stages=skipped, neighbors=replace(config.neighbors, **changes))
+
+
+def test_chunks_cannot_be_left_out() -> None:
+    with pytest.raises(InputError, match="skip_stages"):
+        Config(skip_stages=("chunk",))  # type: ignore[arg-type]
 
 
 def test_datastore_of_few_chunks_stores_all_possible_neighbors(tmp_path) -> None:

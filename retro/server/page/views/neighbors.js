@@ -31,7 +31,7 @@ const results = view.querySelector(".results");
 export const show = queryForm(form, "neighbors", search);
 whenServed(({ retrieval }) => {
   for (const option of form.elements.retrieval.options) option.hidden = option.disabled = !retrieval.includes(option.value);
-  if (!retrieval.includes(form.elements.retrieval.value)) form.elements.retrieval.value = retrieval[0];
+  if (!retrieval.includes(form.elements.retrieval.value)) form.elements.retrieval.value = retrieval[0] ?? "dense"; // The server's error names the missing stage.
 });
 filterRows(form.querySelector(".filters"), form);
 offerDatastores(form);

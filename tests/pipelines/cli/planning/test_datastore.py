@@ -206,6 +206,17 @@ def test_plan_has_the_bytes_that_copying_from_the_whole_datastore_needs(tmp_path
     )
 
 
+def test_a_plan_has_the_steps_and_bytes_of_only_the_stages_that_are_not_left_out(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, skip_stages=("neighbors", "sparse", "votes"))
+    sample = measure(config, sample_bytes=60_000)
+    plan = plan_for(config, sample)
+    assert set(plan.bytes) == {"chunks", "suffixes"}
+    assert {step.name.partition(",")[0] for step in plan.steps} == {"scan", "tokenizer", "chunk", "suffixes"}
+    text = str(plan_tables(plan, sample, 1))
+    assert "vectors" not in text
+    assert "search:" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="no corpora here")
 def test_plan_predicts_the_bytes_of_a_real_corpus(tmp_path) -> None:

@@ -1,0 +1,34 @@
+"""Votes of held-out text, searched in the sorted prefixes: a datastore without the stage `votes` has none stored."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from indexing.store.datastore import Split
+from indexing.suffixes.order import LONGEST
+from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import COLUMNS
+
+
+def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
+    """Search the votes for the tokens of chunks, which the stage `votes` would store.
+
+    Args:
+        index: the sorted prefixes of training documents.
+        split: a held-out split. Its documents are not searched, so none votes for itself.
+        ids: [n] int64 chunk ids of the split.
+
+    Returns:
+        [n, m, 32] int64, as `votes.as_columns`; 0 in padding.
+    """
+    m = split.chunk_length
+    votes = np.zeros((len(ids), m, COLUMNS), dtype=np.int64)
+    _, begins, _ = split.documents_of(ids)
+    is_first = (np.diff(ids, prepend=-2) != 1) | (np.diff(begins, prepend=-1) != 0)
+    for start, stop in pairwise([*np.flatnonzero(is_first).tolist(), len(ids)]):
+        first = max(int(begins[start]), int(ids[start]) + (1 - LONGEST) // m)  # a match reads the text before its token
+        last = int(ids[stop - 1]) + 1
+        is_text = np.arange(m) < split.lengths.read(first, last)[:, None]
+        before, text = int(ids[start]) - first, split.tokens.read(first, last)[is_text]
+        votes[start:stop][is_text[before:]] = index.votes(text, int(is_text[:before].sum()))
+    return votes
