@@ -56,14 +56,16 @@ def test_ready_means_that_tokens_were_generated_with_all_sources(
         assert len(generated) == 2
         assert generated[0].read  # neighbors of a complete chunk
     assert names(app_with()) == [
-        "a dense search", "a hybrid search", "neighbors of a chunk", "verbatim runs",
+        "checksums of files that came from elsewhere", "a dense search", "a hybrid search", "neighbors of a chunk",
+        "verbatim runs",
         "scores", "scores with 2 neighbors", "generated tokens with all sources",
     ]  # fmt: skip
 
 
 def test_a_server_without_a_model_waits_for_searches_neighbors_and_traces(app_with: Callable[..., FastAPI]) -> None:
     assert names(app_with(model=False)) == [
-        "a dense search", "a hybrid search", "neighbors of a chunk", "verbatim runs",
+        "checksums of files that came from elsewhere", "a dense search", "a hybrid search", "neighbors of a chunk",
+        "verbatim runs",
     ]  # fmt: skip
 
 
