@@ -52,6 +52,13 @@ from retro.training import meter
 from retro.training.settings import TrainSettings
 from tests.planted import write_planted
 
+
+@pytest.fixture
+def not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are used without a look at their checksums, as large ones are until a thread has compared them."""
+    monkeypatch.setattr("indexing.store.mapped.first_use", lambda file: file)
+
+
 PATIENCE = 600
 """Seconds that a test waits for a process or a thread. Only a hang takes this long, even on a busy machine."""
 

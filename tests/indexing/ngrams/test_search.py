@@ -47,7 +47,9 @@ def write_all(split: Split, shards: range) -> None:
                 counts |= write_ngrams(work, generation, runs, made, shard)
     rows = {"chunks": list(split.chunk_rows), "documents": list(split.chunk_rows)}
     facts = {"chunk_length": split.chunk_length, "pad_id": split.pad_id, "splits": {"train": rows}}
-    write_datastore_manifest(split.folder, {"fingerprints": {"ngrams": ""}, "vocab_size": 1 << 31, **facts})
+    write_datastore_manifest(
+        split.folder, {"fingerprints": {"ngrams": ""}, "artifacts": {}, "vocab_size": 1 << 31, **facts}
+    )
 
 
 def index_of(
@@ -223,6 +225,7 @@ def test_no_chunks_have_no_ngrams(tmp_path) -> None:
     assert (ids == -1).all()
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_damaged_lists_are_named(tmp_path) -> None:
     index_of(tmp_path, [random_chunks(10, 200)])
     path = tmp_path / FOLDER / "00000" / "chunks.npy"

@@ -112,7 +112,8 @@ def test_process_that_keeps_running_raises_after_the_read(folder: Path, name: st
 
     status, written = in_child(act)
     assert status == 0, written
-    assert re.match(rf"raised: .*{name.split()[0]} has 8,192 bytes instead of", written)
+    # A read may notice zeros itself: they are no frame of compressed votes.
+    assert re.match(rf"raised: .*{name.split()[0]} has (8,192 bytes instead of|a frame that)", written)
 
 
 def test_file_that_was_removed_after_it_was_truncated_is_named(folder: Path) -> None:

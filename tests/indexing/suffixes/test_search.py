@@ -187,6 +187,7 @@ def test_a_missing_or_damaged_index_is_refused(datastore: Datastore, tmp_path: P
         SuffixIndex.open(folder)
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_a_position_behind_all_texts_is_refused(datastore: Datastore, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)

@@ -318,11 +318,9 @@ def test_index_rebuilds_artifacts_with_a_damaged_manifest(built: Config, caplog)
         assert contents(built.datastore) == whole
 
 
-def test_repair_also_removes_artifacts_built_from_changed_data(
-    tmp_path, tiny_corpus, tiny_datastore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("not_compared")
+def test_repair_also_removes_artifacts_built_from_changed_data(tmp_path, tiny_corpus, tiny_datastore) -> None:
     """A byte changes between two stages. The second stage has correct checksums, but wrong data, if it did not compare its input."""
-    monkeypatch.setattr("indexing.store.mapped.first_use", lambda file: file)
     config = tiny_config(tmp_path, tiny_corpus)
     build_local(config, only="chunk")
     victim = config.datastore / "chunks/00001/train/tokens.npy"

@@ -55,6 +55,7 @@ def test_leakage_is_the_longest_run_shared_with_a_neighbor_or_its_continuation(
         assert found == pytest.approx(max(longest_run(chunk, row) for row in rows) / length)
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_a_chunk_copied_from_training_has_leakage_1(tiny_datastore: Datastore, tmp_path: Path) -> None:
     copy = EvaluationSet("copy", Datastore.open(shutil.copytree(tiny_datastore.folder, tmp_path / "copy")))
     rows = copy.datastore.folder / "chunks" / "00000" / "valid"
@@ -137,6 +138,7 @@ def test_chunks_are_measured_if_only_some_documents_are(tiny_model: Retro, held_
     assert np.allclose(by_document, result.nats_by_document)
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_leakage_can_use_another_datastore_of_the_same_chunks_only(held_out: EvaluationSet, tmp_path: Path) -> None:
     other = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
     ids = np.arange(20)

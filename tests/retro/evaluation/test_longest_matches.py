@@ -152,6 +152,7 @@ def test_without_up_to_date_votes_or_with_other_datastores_there_are_no_longest_
     assert longest_matches(EvaluationSet("valid", Datastore.open(changed)), STARTS) is None
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_another_datastore_must_have_the_same_chunks(held_out: EvaluationSet, tmp_path: Path) -> None:
     other = Path(shutil.copytree(held_out.datastore.folder, tmp_path / "other"))
     assert longest_matches(held_out, STARTS, Datastore.open(other)) is not None

@@ -91,8 +91,12 @@ def test_concurrent_answers_equal_sequential_ones(
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds every step of a batch until `let_go` is set."""
+    """Holds every step of a batch until `let_go` is set. A server is ready without a first generation."""
+
+    async def ready(_: object) -> None: ...
+
     gate = Gate(Batch.step)
+    monkeypatch.setattr("retro.server.app.before_ready", ready)
     monkeypatch.setattr(Batch, "step", lambda batch: gate(batch))
     yield gate
     gate.let_go.set()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from indexing.progress import Aside
 from indexing.store.datastore import Datastore
 from pipelines.cli.main import main
 from pipelines.cli.settings.toml_file import to_toml
@@ -111,7 +112,7 @@ def test_a_signal_in_the_last_step_leaves_only_the_evaluation_to_the_next_start(
         run(config, advance=signal_in_step(8, signal.SIGTERM))
     trained: list[int] = []
     resumed = run(config, advance=trained.append)
-    assert trained == [8 * 2 * 64]  # reported as done before
+    assert [count for count in trained if not isinstance(count, Aside)] == [8 * 2 * 64]  # reported as done before
     assert evaluated(resumed.metrics) == [4, 8]
 
 
