@@ -3,7 +3,7 @@ processes open the same.
 
     file, size, modification time, inode, checksum in its manifest ─► a line of RETRO_CACHE/checked/HASH, one file for each artifact
 
-A file of which nothing is remembered came from elsewhere: a copy, or another machine or user made it. Files never
+A file without a note came from elsewhere: it is a copy, or another machine or user made it. Files never
 change after they were written, so one line is enough, and a file that changes has no line any more.
 """
 

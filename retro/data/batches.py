@@ -139,7 +139,7 @@ def readers_first(batch: Inputs[np.ndarray], num_absent: int) -> Inputs[np.ndarr
     fewer.
 
     So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes,
-    each of which is compiled once.
+    and each is compiled once.
     """
     if batch.neighbors is None or batch.neighbor_lengths is None or num_absent == 0:
         return batch

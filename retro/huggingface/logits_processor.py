@@ -87,7 +87,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     Each call of `generate` of its model begins new prompts, whatever was generated before. In calls of the processor
     itself, a text that continues one of the call before keeps its trust, and so does a beginning of one: a rejected
-    draft. `new_prompts` begins anew there.
+    draft. There, `new_prompts` begins new prompts.
     """
 
     def __init__(

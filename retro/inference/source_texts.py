@@ -8,7 +8,7 @@ GeneratedToken.token ─► `GeneratedRuns` ─► runs that occur verbatim in t
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -47,6 +47,11 @@ class Copy:
     share: Annotated[float, Field(description="Mean share of a token's probability that is copied, 0.5 to 1.")]
 
 
+def _may_be_absent(description: str) -> Any:
+    """A field that an answer leaves out if it is None."""
+    return Field(exclude_if=lambda value: value is None, description=description)
+
+
 @dataclass(frozen=True)
 class Sources:
     """What the model read and copied, and what occurs verbatim; in an event of a stream, only what is new."""
@@ -55,25 +60,23 @@ class Sources:
     copies: list[Copy]
     runs: Annotated[
         list[GeneratedRun] | None,
-        Field(
-            exclude_if=lambda runs: runs is None,
-            description="In the order of the text, those without a word last; in an event of a stream those that ended, one by one. Absent if no datastore has the stage `suffixes`, and in `/score`.",
+        _may_be_absent(
+            "In the order of the text, those without a word last; in an event of a stream those that ended, one by one. "
+            "Absent if no datastore has the stage `suffixes`, and in `/score`."
         ),
     ] = None
     trust: Annotated[
         Trust | None,
-        Field(
-            exclude_if=lambda trust: trust is None,
-            description="In retrieval, after the prompt; in the first event of a stream. Absent if the model copies nothing from neighbors or "
-            "datastore, with retrieval OFF, and in `/score`.",
+        _may_be_absent(
+            "In retrieval, after the prompt; in the first event of a stream. Absent if the model copies nothing from "
+            "neighbors or datastore, with retrieval OFF, and in `/score`."
         ),
     ] = None
     copied_tokens: Annotated[
         float | None,
-        Field(
-            exclude_if=lambda tokens: tokens is None,
-            description="How many tokens of the answer were copied from neighbors and datastore: the sum of the copied shares of their "
-            "probabilities. Absent in `/score`.",
+        _may_be_absent(
+            "How many tokens of the answer were copied from neighbors and datastore: the sum of the copied shares of "
+            "their probabilities. Absent in `/score`."
         ),
     ] = None
 

@@ -214,7 +214,7 @@ def grouped(spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
     """Let each run stand for the shorter ones of its datastore that say the same, so that repeats do not hide other
     runs.
 
-    These are runs of the same tokens, and runs of which at least half is in it.
+    These are runs of the same tokens, and runs that have at least half of their tokens in it.
 
     Returns:
         indices of the runs that are left, in the order of the text, those without a word last; and of those that each

@@ -124,7 +124,7 @@ def _gathers(parameter: Tensor) -> bool:
 
 
 def _whole(shard: Tensor, parameter: Tensor) -> Tensor:
-    """The whole matrix of which this process has a shard, as of a parameter, on the device of their mesh."""
+    """The whole matrix from this process's shard and those of the others, on the device of the parameter's mesh."""
     if not _gathers(parameter):
         return shard
     from torch.distributed.tensor import DTensor

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("retro")
 
 _K = 2
-_DOCUMENTS = 64  # of which the longest is read
+_DOCUMENTS = 64  # the longest one is read
 
 
 @dataclass(frozen=True)
