@@ -112,9 +112,8 @@ def _install() -> None:
         region = _region_at(address)
         if region is None:
             libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)
-            if (
-                ctypes.c_int.from_address(info + _CODE).value <= 0
-            ):  # another process sent it; otherwise the instruction runs again
+            was_sent = ctypes.c_int.from_address(info + _CODE).value <= 0
+            if was_sent:  # by another process; otherwise the instruction runs again
                 signal.raise_signal(signal.SIGBUS)
             return
         error, first = _explained(region, address)
