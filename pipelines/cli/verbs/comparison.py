@@ -148,7 +148,8 @@ def difference(model: str, other: str, change: Change, documents: int) -> str:
     if documents < LEAST_DOCUMENTS:
         return (
             f"{counted(documents, 'held-out document')} cannot tell whether {model} needs fewer bits per byte with "
-            f"retrieval than {other}: score {LEAST_DOCUMENTS} or more."
+            f"retrieval than {other}: score {LEAST_DOCUMENTS} or more. Give the demo a larger corpus: it holds out one of "
+            "about 50 documents."
         )
     interval = f"95% interval over {documents:,} held-out documents: {low:+.1f}% to {high:+.1f}%"
     if low <= 0 <= high:

@@ -34,7 +34,7 @@ from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from retro.model_settings import ModelSettings, updated
 from retro.training.trainer import Outcome
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, write_corpus
 
 
 @dataclass
@@ -274,8 +274,9 @@ def test_another_corpus_needs_another_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_says_first_what_was_gained_and_a_rerun_says_the_same(tmp_path: Path, capsys, tiny_corpus) -> None:
-    arguments = ["demo", "--corpus", str(tiny_corpus), "--minutes", "0.05", "--output", str(tmp_path / "demo")]
+def test_the_demo_says_first_what_was_gained_and_a_rerun_says_the_same(tmp_path: Path, capsys) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 200, seed=4)  # 7 documents are held out
+    arguments = ["demo", "--corpus", str(corpus), "--minutes", "0.05", "--output", str(tmp_path / "demo")]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     result = out[out.index("\n3. ") :]
