@@ -32,7 +32,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from indexing.store import remote
-from indexing.store.artifact import fingerprint, parse_manifest, reading, recorded, require_finished
+from indexing.store.artifact import fingerprint, parse_manifest, reading, recorded, require_finished, stored_json
 from indexing.store.compressed_array import CompressedArray, rows_of_block
 from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
@@ -52,6 +52,14 @@ _CONTENT = ("chunk", "embed", "train-index", "add", "neighbors")
 """Stages that decide what a reader of the datastore gets."""
 _READ = {"chunk": "chunks", "embed": "embeddings"}
 """Stages whose arrays are opened when they are first read, shard by shard, and their folders."""
+
+
+class _Tokenizer(TypedDict):
+    """`tokenizer/meta.json`, as far as the manifest says the same."""
+
+    vocab_size: int
+    pad_id: int
+
 
 _Neighbors = TypedDict("_Neighbors", {"neighbors.max_overlap": NotRequired[Fraction]})
 
@@ -341,7 +349,9 @@ class Datastore:
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}. Run `retro index CONFIG` to write it again.") from error
         check_version(folder, manifest)
-        return cls(folder, dict(parsed(FinishedManifest, manifest, path)), reading)
+        finished = parsed(FinishedManifest, manifest, path)
+        _check_tokenizer(folder, finished)
+        return cls(folder, dict(finished), reading)
 
     @property
     def chunk_length(self) -> int:
@@ -491,6 +501,20 @@ def check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
             f"{folder / 'manifest.json'} has format version {version}, this program reads {FORMAT_VERSION} (docs/reference/versions.md). "
             "Build the datastore again: `retro index CONFIG --rebuild`."
         )
+
+
+def _check_tokenizer(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise InputError if a manifest has other numbers than the tokenizer that made the chunks."""
+    path = remote.present(folder / "tokenizer" / "meta.json")
+    if not path.exists():
+        return  # a reader that needs it says so
+    tokenizer = stored_json(path, _Tokenizer)
+    for key, value in (("vocab_size", tokenizer["vocab_size"]), ("pad_id", tokenizer["pad_id"])):
+        if manifest[key] != value:
+            raise InputError(
+                f"{folder / 'manifest.json'}: {key} = {manifest[key]:,}, but {path} has {value:,}. "
+                "`retro index CONFIG` writes the manifest again."
+            )
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:

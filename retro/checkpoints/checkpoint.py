@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired  # pydantic needs these before Python 3.12
 
 import torch
 import torch.distributed as dist
@@ -224,6 +224,62 @@ def name_best(run: Path, best: dict[str, Any] | None) -> None:
         file.unlink(missing_ok=True)
 
 
+# --- what is stored in JSON ----------------------------------------------------------------------------------------
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class _Data(TypedDict):
+    sequence_length: _Count
+    datastores: list[Any]
+
+
+class RunSections(TypedDict):
+    """The settings of a run by section: `settings.json`, and `settings` of a checkpoint. The dataclasses of the
+    sections check the rest."""
+
+    model: dict[str, Any]
+    train: dict[str, Any]
+    data: _Data
+    lora: NotRequired[dict[str, Any]]
+    parallel: NotRequired[dict[str, Any]]
+
+
+class _Skipped(TypedDict):
+    steps: _Count
+    batches: _Count
+
+
+class _Unlogged(TypedDict):
+    loss: float
+    steps: _Count
+
+
+class _Best(TypedDict):
+    """Also `checkpoints/best.json`."""
+
+    step: _Count
+    metric: str
+    value: float
+
+
+class _State(TypedDict):
+    """`state.json`. An exported file leaves out what is at its default, and has nothing of the training."""
+
+    step: _Count
+    tokens: _Count
+    datastores: list[str]
+    settings: RunSections
+    num_ids: NotRequired[_Count]
+    tokenizer: NotRequired[str]
+    unlogged: NotRequired[_Unlogged]
+    best: NotRequired[_Best | None]
+    started_from: NotRequired[str | None]
+    scaler: NotRequired[dict[str, float]]
+    skipped: NotRequired[_Skipped]
+    mesh_dims: NotRequired[dict[str, _Count]]
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +350,7 @@ def of_state(
     Raises:
         InputError: they are not complete, or do not fit the weights.
     """
-    _check_state(path, state)
+    state = dict(parsed(_State, state, path))
     try:
         model, settings = from_json(state["settings"]["model"]), state["settings"]
         LoraSettings(**settings.get("lora", {}))
@@ -322,47 +378,6 @@ def of_state(
         skipped=state.get("skipped", {"steps": 0, "batches": 0}),
         mesh_dims=state.get("mesh_dims", {}),
     )
-
-
-_STATE: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "tokens": int,
-    "datastores": list,
-    "settings": dict,
-    "settings.model": dict,
-    "settings.train": dict,
-    "settings.data": dict,
-    "settings.data.sequence_length": int,
-    "settings.data.datastores": list,
-}
-# An exported file leaves out what is at its default, and has nothing of the training.
-_OPTIONAL: dict[str, type | tuple[type, ...]] = {
-    "num_ids": int,
-    "tokenizer": str,
-    "unlogged": dict,
-    "best": (dict, type(None)),
-    "started_from": (str, type(None)),
-    "scaler": dict,
-    "skipped": dict,
-    "mesh_dims": dict,
-}
-
-
-def _check_state(path: Path, state: Any) -> None:
-    """Raise InputError if metadata of a checkpoint are missing or have another type."""
-    for key, accepted in (_STATE | {key: kind for key, kind in _OPTIONAL.items() if key in (state or ())}).items():
-        value: Any = state
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if not isinstance(value, accepted) or isinstance(value, bool):
-            kind = accepted if isinstance(accepted, type) else accepted[0]
-            problem = "is missing" if value is None else f"is {value!r:.50}"
-            raise InputError(
-                f"{path}: {key} {problem} in its metadata; accepted: {_KINDS[kind]}. Export or copy it again."
-            )
-
-
-_KINDS = {int: "an integer", str: "a string", dict: "an object", list: "a list"}
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
@@ -407,12 +422,6 @@ def latest(run: Path) -> Path | None:
     """The newest finished checkpoint of a run."""
     folders = finished(run)
     return folders[-1] if folders else None
-
-
-class _Best(TypedDict):
-    """`checkpoints/best.json`."""
-
-    step: Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 def best(run: Path) -> Path | None:

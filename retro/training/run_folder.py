@@ -7,11 +7,14 @@ import logging
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired  # pydantic needs these before Python 3.12
+
+from typing_extensions import TypedDict
 
 from indexing.store.artifact import verify
 from indexing.store.errors import InputError
-from indexing.store.files import parse_json
+from indexing.store.files import parse_json, read_json
+from indexing.store.schemas import parsed
 from retro.checkpoints import checkpoint as checkpoints
 from retro.model_settings import as_json
 from retro.training.optimizer import learning_rate
@@ -169,18 +172,40 @@ def read_evaluation(run: Path, step: int) -> dict[str, float]:
     return next((line for line in lines if any(name.endswith(_HELD_OUT) for name in line)), {})
 
 
+def read_sections(run: Path) -> dict[str, Any]:
+    """The settings of a run by section, as its `settings.json` has them.
+
+    Raises:
+        InputError: there is no such file, so it is not the folder of a run; or a field is missing or has another type.
+    """
+    path = run / "settings.json"
+    if not path.is_file():
+        raise InputError(f"{run} is not the folder of a run ({path} is missing). `retro train CONFIG` makes one.")
+    return dict(parsed(checkpoints.RunSections, read_json(path), path))
+
+
+class _Line(TypedDict):
+    """A line of `metrics.jsonl`: numbers by name of the metric."""
+
+    step: int
+    tokens: int
+    tokens_per_second: NotRequired[float]
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Read the complete lines of a run's `metrics.jsonl`. A last line that is partly written is left out.
 
     Raises:
-        InputError: a line is not JSON.
+        InputError: a line is not JSON, or has no step.
     """
     path = run / "metrics.jsonl"
     whole = path.read_text().split("\n")[:-1] if path.exists() else []
     out = []
     for line_number, line in enumerate(whole, start=1):
         try:
-            out.append(parse_json(line))
+            out.append(dict(parsed(_Line, parse_json(line), path)))
+        except InputError as error:
+            raise InputError(f"{path}:{line_number}: {str(error).removeprefix(f'{path}: ')}") from error
         except ValueError as error:
             raise InputError(f"{path}:{line_number}: not JSON ({error}). Remove the line.") from error
     return out

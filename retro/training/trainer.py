@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from indexing.progress import Advance, FinishedBefore, during, status
-from indexing.store.files import read_json, write_json
-from indexing.store.schemas import parsed
+from indexing.store.files import write_json
 from retro.adapters.adapters import check_parallel, describe, train_only
 from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
@@ -45,7 +44,7 @@ from retro.training.initial_weights import load_initial_adapter, load_initial_we
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
 from retro.training.optimizer import learning_rate_factors, make_optimizer
-from retro.training.run_folder import better, last_checkpoint, read_evaluation, read_metrics
+from retro.training.run_folder import better, last_checkpoint, read_evaluation, read_metrics, read_sections
 from retro.training.run_settings import RunSettings
 from retro.training.settings import OnNan, TrainSettings
 from retro.training.signals import Stopped, signals_as_requests
@@ -454,6 +453,5 @@ def _imported(checkpoint: Checkpoint | None) -> dict[str, Any]:
 def _base(run: Path, initial: Checkpoint | None) -> ModelSettings | None:
     """The model of the preset `base`: that of `train.init_from`, or of the run if it is resumed."""
     if initial is None and checkpoints.latest(run) is not None:
-        file = run / "settings.json"
-        return from_json(parsed(dict[str, Any], read_json(file), file).get("model", {}))
+        return from_json(read_sections(run)["model"])
     return initial.model if initial else None

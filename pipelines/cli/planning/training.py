@@ -11,12 +11,12 @@ import itertools
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from pydantic import Field, PositiveInt
 
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
+from indexing.store.schemas import parsed
 from indexing.store.settings import Fraction, Size, settings, size_bytes
 from pipelines.cli.results import ResultOptions
 from pipelines.config import Config
@@ -221,10 +221,9 @@ def measured_flops(run: Path, num_devices: int) -> float:
         InputError: the folder is not a run, or has no rates yet.
     """
     from retro.checkpoints.checkpoint import latest, read
-    from retro.training.run_folder import read_metrics
+    from retro.training.run_folder import read_metrics, read_sections
 
-    if not (run / "settings.json").is_file():
-        raise InputError(f"measured = {str(run)!r}: not the folder of a training run (settings.json is missing).")
+    sections = read_sections(run)
     rates = [line["tokens_per_second"] for line in read_metrics(run) if "tokens_per_second" in line]
     if not rates:
         raise InputError(
@@ -232,10 +231,11 @@ def measured_flops(run: Path, num_devices: int) -> float:
         )
     if folder := latest(run):
         read(folder)  # refuses a run of another format version
-    sections: dict[str, dict[str, Any]] = read_json(run / "settings.json")
-    data, lora = DataSettings(**sections.get("data", {})), LoraSettings(**sections.get("lora", {}))
-    trained = sections.get("train", {}).get("weights", "all")
-    flops = flops_per_token(from_json(sections["model"]), data, trained, lora)
+    model, weights = from_json(sections["model"]), sections["train"].get("weights", "all")
+    file = run / "settings.json"
+    data = parsed(DataSettings, sections["data"], file, "data")
+    lora = parsed(LoraSettings, sections.get("lora", {}), file, "lora")
+    flops = flops_per_token(model, data, weights, lora)
     return statistics.median(rates) * flops / num_devices
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_bytes
+from indexing.store.files import write_bytes
 from pipelines.cli.reports.pictures import Plot, PlotLine, line_plots
 from pipelines.cli.results import Table
 from retro.evaluation.sets import short_names
-from retro.training.run_folder import read_metrics
+from retro.training.run_folder import read_metrics, read_sections
 
 _HELD_OUT = re.compile(r"(.+)_(bits_per_byte|loss)_(on|off)")
 _UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token of answers"}
@@ -63,12 +63,8 @@ def open_run(folder: Path, name: str) -> Run:
     Raises:
         InputError: it is not the folder of a run.
     """
-    settings = folder / "settings.json"
-    if not settings.exists():
-        raise InputError(
-            f"{folder} is not the folder of a run ({settings} is missing). `retro train CONFIG` makes one."
-        )
-    return Run(name, read_metrics(folder), read_json(settings).get("train", {}).get("steps", 0))
+    steps = read_sections(folder)["train"].get("steps", 0)
+    return Run(name, read_metrics(folder), steps if isinstance(steps, int) else 0)
 
 
 def plot_runs(folders: Sequence[Path], path: Path) -> Table:

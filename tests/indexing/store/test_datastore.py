@@ -89,3 +89,14 @@ def test_manifest_with_values_of_other_types_is_refused(tmp_path: Path, tiny_dat
     write_checked(tmp_path / "manifest.json", {**tiny_datastore.manifest, **change})
     with pytest.raises(InputError, match=rf"manifest\.json: {next(iter(change))}"):
         Datastore.open(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "by"), [("vocab_size", 1), ("vocab_size", -1), ("pad_id", 1)])
+def test_manifest_that_contradicts_the_tokenizer_is_refused(
+    tmp_path: Path, tiny_datastore: Datastore, key: str, by: int
+) -> None:
+    shutil.copytree(tiny_datastore.folder / "tokenizer", tmp_path / "tokenizer")
+    value = tiny_datastore.manifest[key]
+    write_checked(tmp_path / "manifest.json", {**tiny_datastore.manifest, key: value + by})
+    with pytest.raises(InputError, match=rf"manifest\.json: {key} = {value + by}, but .*meta\.json has {value}\. "):
+        Datastore.open(tmp_path)

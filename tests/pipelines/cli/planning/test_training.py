@@ -1,11 +1,15 @@
 """`retro plan train`: figures follow from the settings, and impossible settings are refused."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
 from pipelines.cli.main import main
 from pipelines.cli.planning.training import (
     PlanTrainOptions,
@@ -36,8 +40,11 @@ def planned(*arguments: str) -> tuple[PlanTrainOptions, dict]:
 def measured_run(tmp_path: Path) -> Path:
     """The folder of a run that has logged its speed."""
     sizes = {"vocab_size": 500, "chunk_length": 64, "num_layers": 2, "retrieval": {"cca_layers": [2]}}
-    (tmp_path / "settings.json").write_text(json.dumps({"model": sizes, "data": {"sequence_length": 128, "k": 1}}))
-    lines = [{"step": 10, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{"step": 10, "valid": 1.0}]
+    (tmp_path / "settings.json").write_text(
+        json.dumps({"model": sizes, "train": {}, "data": {"datastores": [], "sequence_length": 128, "k": 1}})
+    )
+    at = {"step": 10, "tokens": 1280}
+    lines = [{**at, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{**at, "valid": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
@@ -117,6 +124,37 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run:
 
 
 @pytest.mark.parametrize(
+    "key", ["model", "train", "data", "lora", "data.k", "data.sequence_length", "lora.rank", "model.num_layers"]
+)
+@pytest.mark.parametrize("value", [-1, 1e300, "x" * 10_000, [], None])
+def test_damaged_settings_of_a_measured_run_are_named(measured_run: Path, tmp_path: Path, key: str, value: Any) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(measured_run / "metrics.jsonl", run)
+    sections = read_json(measured_run / "settings.json")
+    section, _, name = key.partition(".")
+    if name:
+        sections[section] = {**sections.get(section, {}), name: value}
+    else:
+        sections[section] = value
+    write_json(run / "settings.json", sections)
+    with pytest.raises(InputError, match=name or section):
+        measured_flops(run, 1)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": "x", "tokens": 5}', '{"step": 5}', "5", '{"step": 5, "tokens": 5, "tokens_per_second": "x"}']
+)
+def test_damaged_metrics_of_a_measured_run_are_named(measured_run: Path, tmp_path: Path, line: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(measured_run / "settings.json", run)
+    (run / "metrics.jsonl").write_text((measured_run / "metrics.jsonl").read_text() + line + "\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl:\d+: "):
+        measured_flops(run, 1)
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--devices", "0"], "devices = 0"),
@@ -126,7 +164,7 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run:
         (["--peak-tflops", "0"], "peak-tflops = 0"),
         (["--devices", "3"], "train.batch_size = 8"),
         (["--data.sequence-length", "100"], "data.sequence_length = 100"),
-        (["--measured", "nowhere"], "measured = 'nowhere'"),
+        (["--measured", "nowhere"], "nowhere is not the folder of a run"),
         (["--zero", "1"], "--zero"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
@@ -137,8 +175,7 @@ def test_invalid_settings_are_refused(arguments: list[str], told: str, capsys) -
     assert told in capsys.readouterr().err
 
 
-def test_run_without_logged_speed_is_refused(tmp_path: Path, capsys) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert main(["plan", "train", *SMALL, "--measured", str(tmp_path)]) == 2
+def test_run_without_logged_speed_is_refused(measured_run: Path, capsys) -> None:
+    (measured_run / "metrics.jsonl").write_text('{"step": 1, "tokens": 100}\n')
+    assert main(["plan", "train", *SMALL, "--measured", str(measured_run)]) == 2
     assert "tokens_per_second" in capsys.readouterr().err

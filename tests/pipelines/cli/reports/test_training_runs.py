@@ -13,7 +13,8 @@ from pipelines.cli.reports.training_runs import open_run, plot_runs
 def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "on")) -> Path:
     """Write the folder of a run of 20 steps that has reached `steps`, with an evaluation every fifth step."""
     folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps({"train": {"steps": 20}}))
+    sections = {"model": {}, "train": {"steps": 20}, "data": {"datastores": [], "sequence_length": 64}}
+    (folder / "settings.json").write_text(json.dumps(sections))
     lines: list[dict[str, float]] = []
     for step in range(1, steps + 1):
         position = {"step": step, "tokens": 100 * step}
@@ -77,7 +78,7 @@ def test_folder_without_a_run_run_named_twice_and_damaged_metrics_are_refused(tm
         plot_runs([tmp_path], path)
     with pytest.raises(InputError, match="twice"):
         plot_runs([folder, folder], path)
-    (folder / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 64}\nnot json\n{"step": 2, "tokens": 128}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl:2"):
         plot_runs([folder], path)
     assert not path.exists()
