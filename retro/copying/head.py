@@ -227,6 +227,14 @@ class CopyHead(nn.Module):
             trust = trust_of(-torch.stack(each, -1), starts)
             return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence), trust
 
+    def losses_with(
+        self, vocabulary: TokenLosses, evidence: Tensor, trust: Tensor, copy_strength: Tensor | None = None
+    ) -> Tensor:
+        """Losses with a given trust [B, T, 4], see `trusted_losses` and `mix`."""
+        with torch.autocast(evidence.device.type, enabled=False):
+            odds = self.log_odds(vocabulary.log_top, evidence)
+            return _mixed(vocabulary.nats, self._trusted(odds, trust, copy_strength), evidence)
+
     def mix(
         self,
         logits: Tensor,

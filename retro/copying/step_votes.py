@@ -89,15 +89,36 @@ class StepVotes:
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
         """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after
         them."""
-        arrays = Inputs(row.tokens[None], **row.neighbor_inputs())
-        if self._head.datastore is not None and self._datastore is not None:
-            arrays = arrays._replace(votes=self._datastore.votes(row.tokens)[None])
-        inputs = arrays.map(lambda array: put(array, self._device))
+        inputs = self._inputs_of(row)
         if not self._head.learns_trust(inputs):
             return START
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
         _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
         return tuple(trust[0, -1].tolist())
+
+    def retrieved_shares(self, row: Row, vocabulary: TokenLosses) -> Tensor:
+        """How much of the probability of each next token of a text was copied from sources of retrieval: float32 [t],
+        0 to 1.
+
+        Args:
+            row: the text. Its trust counts after all tokens.
+            vocabulary: losses [1, t] of the tokens after its tokens.
+        """
+        inputs, head = self._inputs_of(row), self._head
+        sources, following = head.sources(inputs), inputs.following()
+        trust = torch.tensor([row.trust], device=self._device).expand(len(row.tokens), -1)[None]  # [1, t, 4]
+        strength = torch.full((1, 1), row.copy_strength, device=self._device)
+        losses = head.losses_with(vocabulary, head.evidence(sources, following), trust, strength)
+        length = 0 if inputs.neighbors is None else inputs.neighbors.shape[-1]
+        origins = head.origins(vocabulary.log_top, following, losses, sources, length, trust, strength)
+        return sum((origins.of(source) for source in head.known if source.of_retrieval), losses.new_zeros(()))[0]
+
+    def _inputs_of(self, row: Row) -> Inputs:
+        """A text with its neighbors and votes, as a batch of one on the device."""
+        arrays = Inputs(row.tokens[None], **row.neighbor_inputs())
+        if self._head.datastore is not None and self._datastore is not None:
+            arrays = arrays._replace(votes=self._datastore.votes(row.tokens)[None])
+        return arrays.map(lambda array: put(array, self._device))
 
     def copied_shares(
         self, indices: Sequence[int], tokens: Sequence[int], log_probabilities: Sequence[float]

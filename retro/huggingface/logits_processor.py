@@ -226,6 +226,33 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             found.append(list(self._runs(row[padding:], prompt, padding, least)))
         return found
 
+    @torch.no_grad()
+    def copied_tokens(self, sequences: Tensor) -> list[float]:
+        """How many tokens of each generated text were copied: the sum of the copied shares of their probabilities. The
+        model reads each text once more.
+
+        Args:
+            sequences: what `generate` returned, [N, T]. Tokens with the id of padding after the prompt do not count.
+
+        Raises:
+            InputError: the processor was opened without the argument `model`.
+        """
+        if self._model is None:
+            raise InputError(
+                "copied_tokens needs the model: DatastoreLogitsProcessor.open(datastore, tokenizer, model)."
+            )
+        found = []
+        for row in sequences.cpu().numpy().astype(np.int64):
+            padding, prompt = self._prompt_of(row)
+            text = self.row(row[padding:], self._trust_of(row[padding : padding + prompt]), self.copy_strength)
+            if self._retriever is not None:
+                find_neighbors([text], self._head.chunk_length)
+            vocabulary = self._vocabulary(text)
+            shares = self._votes_on(vocabulary.nats.device).retrieved_shares(text, vocabulary).cpu().numpy()
+            is_generated = text.tokens[max(1, prompt) :] != self._pad_id
+            found.append(float(shares[max(1, prompt) - 1 : -1][is_generated].sum()))
+        return found
+
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def reads_with(self, model: Any) -> bool:
@@ -332,10 +359,20 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             return row.trust
         end, m = row.copy(slot=0), self._head.chunk_length
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
-        tokens = torch.from_numpy(end.tokens)[None].to(self._model.device)  # [1, t]
+        vocabulary = self._vocabulary(end)
+        return self._votes_on(vocabulary.nats.device).trust(end, vocabulary)
+
+    def _trust_of(self, prompt: np.ndarray) -> tuple[float, ...]:
+        """The trust that a prompt has earned in the last call of `generate`."""
+        same = (text for text in self._texts if np.array_equal(text.row.tokens[: text.prompt], prompt))
+        text = next(same, None)
+        return START if text is None else text.row.trust
+
+    def _vocabulary(self, row: Row) -> TokenLosses:
+        """The model's losses [1, t] of the tokens after those of a text."""
+        tokens = torch.from_numpy(row.tokens)[None].to(self._model.device)  # [1, t]
         logits = self._model(input_ids=tokens, use_cache=False).logits
-        following = F.pad(tokens[:, 1:], (0, 1))
-        return self._votes_on(logits.device).trust(end, losses_of_logits(logits, following.to(logits.device)))
+        return losses_of_logits(logits, F.pad(tokens[:, 1:], (0, 1)).to(logits.device))
 
     @torch.no_grad()
     def trust_after(self, tokens: np.ndarray, vocabulary: TokenLosses) -> tuple[float, ...]:

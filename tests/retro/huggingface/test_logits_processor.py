@@ -319,6 +319,27 @@ def test_sources_are_the_runs_that_were_copied(
     assert processor.sources()[0][0].text == passage[: 150 + NEW - 1]
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_copied_tokens_are_what_the_mixture_has_more_than_the_model(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, k: int
+) -> None:
+    model, inputs = models["llama"], encoded(tokenizer, passage[:150], "8342")
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model, k=k)
+    outputs = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    out = model.generate(**inputs, logits_processor=[processor], max_new_tokens=NEW, do_sample=False, **outputs)
+    expected = torch.zeros(2)
+    for token, logits, mixed in zip(out.sequences[:, -NEW:].T, out.logits, out.scores, strict=True):
+        ratios = mixed - logits.float().log_softmax(-1)  # the smallest is that of tokens without votes
+        expected += 1 - (ratios.amin(-1) - ratios.gather(1, token[:, None])[:, 0]).exp()
+    assert processor.copied_tokens(out.sequences) == pytest.approx(expected.tolist(), abs=1e-3)
+    assert expected.min() > NEW / 2
+
+
+def test_copied_tokens_need_the_model(models: dict[str, Any], datastore: Datastore, tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="needs the model"):
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer).copied_tokens(torch.zeros(1, 3, dtype=torch.int64))
+
+
 def test_it_generates_what_our_own_llama_generates(
     models: dict[str, Any], folders: dict[str, Path], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path
 ) -> None:
