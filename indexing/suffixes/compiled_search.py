@@ -56,11 +56,12 @@ class NotOpen(Exception):
 
 
 class DamagedRows(Exception):
-    """`rows.npy` of a part has content that no build writes. Its argument is the part."""
+    """`rows.npy` of a part has content that no build writes. `Files.damaged` is the part: an exception with an argument
+    makes its loop slower."""
 
 
 class DamagedText(Exception):
-    """A text of a shard has content that no build writes. Its argument is the shard."""
+    """A text of a shard has content that no build writes. `Files.damaged` is the shard."""
 
 
 class Files(NamedTuple):
@@ -91,6 +92,7 @@ class Files(NamedTuple):
         adjacent: among this many rows the one that shares most with a text is found without reading other texts.
         looked_at: if some of many occurrences are wanted, whether they are deleted is read at this many times as many,
             spread evenly.
+        damaged: address of an int64, which is written before `DamagedRows` or `DamagedText` is raised.
     """
 
     shards: int
@@ -108,6 +110,7 @@ class Files(NamedTuple):
     rows_of_head: int
     adjacent: int
     looked_at: int
+    damaged: int
 
 
 # --- search -------------------------------------------------------------------------------------------------------
@@ -637,7 +640,8 @@ def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
             level, first = level + 1, first // FAN_OUT
         if shared[starts[level] + first] >> TOKEN_BITS >= size:
             if first == 0:  # no row is before the first one
-                raise DamagedRows(part)
+                _int64(files.damaged)[0] = part
+                raise DamagedRows
             first -= 1
         elif level:
             level, first = level - 1, first * FAN_OUT
@@ -700,7 +704,8 @@ def _following_row(row: int, order: int, step: int, files: Files) -> int:
     if files.columns > 2:
         token |= np.int64(table[start + row, 1]) << 16
     if token > files.vocabulary:
-        raise DamagedRows(part)
+        _int64(files.damaged)[0] = part
+        raise DamagedRows
     return token - 1
 
 
@@ -867,7 +872,8 @@ def next_token(position: int, files: Files) -> int:
         return -1
     token = _number(_of_shard(shard, _TOKENS, files) + after * files.token_bytes, files.token_bytes)
     if token >= files.vocabulary:
-        raise DamagedText(shard)
+        _int64(files.damaged)[0] = shard
+        raise DamagedText
     return token
 
 
@@ -878,7 +884,8 @@ def _first_of(shard: int, end: int, files: Files) -> int:
     # Behind the last document is the number of chunks.
     document = _last_up_to(chunk, _of_shard(shard, _OFFSETS, files), _ONE, _NONE, _of_shard(shard, _DOCUMENTS, files))
     if not 0 <= offsets[document] <= chunk:  # tokens before the shard would be read
-        raise DamagedText(shard)
+        _int64(files.damaged)[0] = shard
+        raise DamagedText
     return offsets[document] * files.chunk_length
 
 

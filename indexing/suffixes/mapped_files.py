@@ -41,6 +41,7 @@ class MappedFiles:
     def __init__(self, texts: Texts, orders: Sequence[Prefixes]) -> None:
         self.texts, self.orders, self._mapped = texts, orders, list[np.ndarray]()
         self._token_dtype = np.dtype(np.uint16 if texts.split.tokens.dtype.itemsize == 2 else np.uint32)
+        self._damaged = np.zeros(1, np.int64)
         self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
         self._shards[:, 0] = texts.starts
         rows = [[self._part(prefixes, number) for number in range(len(prefixes.folders))] for prefixes in orders]
@@ -65,6 +66,7 @@ class MappedFiles:
             rows_of_head=order.ROWS_OF_HEAD,
             adjacent=ADJACENT,
             looked_at=LOOKED_AT,
+            damaged=self._damaged.ctypes.data,
         )
 
     def call(self, function: Callable[..., Any], *arguments: object) -> Any:
@@ -79,10 +81,10 @@ class MappedFiles:
             except NotOpen as needed:
                 self._open_text(needed.args[0])
             except DamagedRows as error:
-                path = self._folders[error.args[0]] / "rows.npy"
+                path = self._folders[self._damaged[0]] / "rows.npy"
                 raise damaged(path, f"{path} has content that no build writes") from error
             except DamagedText as error:
-                folder = self.texts.split.tokens.paths[error.args[0]].parent
+                folder = self.texts.split.tokens.paths[self._damaged[0]].parent
                 raise damaged(folder, f"{folder} has content that no build writes") from error
 
     def _part(self, prefixes: Prefixes, number: int) -> list[int]:
