@@ -3,14 +3,15 @@
 A generation stays as it was recorded if `corpus.paths` names none of its files.
 """
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from indexing.corpus.documents import BINARY_FILE, CorpusFile, CorpusSettings
+from indexing.corpus.documents import BINARY_FILE, CorpusFile, CorpusProblem, CorpusSettings
 from indexing.corpus.megatron import is_megatron
 from indexing.corpus.scan import (
     CorpusListing,
@@ -58,6 +59,7 @@ from pipelines.terminal.progress import progress
 
 log = logging.getLogger("retro")
 
+_LISTED = 1000  # problems of a kind
 _DELETED = "deleted documents"  # in recipes: the fingerprint of the ids that a generation leaves out
 
 
@@ -268,8 +270,7 @@ def _write_corpus(
     if settings.strict and duplicates:
         strict_problem(duplicates[0])
     counts += Counter({"duplicate id": len(duplicates)})
-    examples = [problem for scan in scans for problem in scan.examples if problem.kind != BINARY_FILE]
-    examples += duplicates[:1000]
+    examples = _first_of_each_kind(itertools.chain(*(scan.examples for scan in scans), duplicates))
     with create(folder, recipe) as (work, totals):
         write_json(
             work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
@@ -287,6 +288,16 @@ def _write_corpus(
         }
 
 
+def _first_of_each_kind(problems: Iterable[CorpusProblem]) -> list[CorpusProblem]:
+    """The problems to list. There may be one in each of millions of files."""
+    kept, numbers = list[CorpusProblem](), Counter[str]()
+    for problem in problems:
+        numbers[problem.kind] += 1
+        if numbers[problem.kind] <= _LISTED and problem.kind != BINARY_FILE:
+            kept.append(problem)
+    return kept
+
+
 def _report_problems(folder: Path, skipped_now: Skipped) -> None:
     """Log the skipped files, the problems in the others with file and line of the first of each kind, and the number of
     deleted documents."""
@@ -300,6 +311,6 @@ def _report_problems(folder: Path, skipped_now: Skipped) -> None:
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
         log.warning("%s: %s: %s%s", folder.name, kind, f"{count:,}", where)
     if problems["counts"]:
-        log.warning("%s: all of them by file and line: %s", folder.name, folder / "problems.json")
+        log.warning("%s: up to %s of each by file and line: %s", folder.name, f"{_LISTED:,}", folder / "problems.json")
     if omitted := read_manifest(folder)["counts"].get("left_out"):
         log.info("%s: %s deleted documents are left out", folder.name, f"{omitted:,}")

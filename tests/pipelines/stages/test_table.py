@@ -318,6 +318,17 @@ def test_corpus_problems_are_listed_by_file_and_line_and_refused_by_strict(tmp_p
     assert "bad.jsonl:5" in caplog.text
 
 
+def test_the_list_of_problems_is_bounded_for_any_number_of_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("pipelines.stages.corpus._LISTED", 3)
+    write_corpus(tmp_path / "a.jsonl", 30)
+    for number in range(5):
+        (tmp_path / f"bad{number}.jsonl").write_text('{broken\n{"id": "empty", "text": ""}\n')
+    found = read_json(build_local(tiny_config(tmp_path, tmp_path)).folder / "corpus" / "problems.json")
+    assert found["counts"] == {"broken JSON": 5, "empty document": 5}
+    listed = [(Path(problem["file"]).name, problem["kind"]) for problem in found["examples"]]
+    assert listed == [(f"bad{number}.jsonl", kind) for number in range(3) for kind in ("broken JSON", "empty document")]
+
+
 def test_held_out_documents_do_not_change_artifacts_of_the_training_documents(tmp_path) -> None:
     """Tokenizer, n-gram weights, index, training chunks and their neighbors are the same as without valid and test."""
     corpus, others = write_corpus(tmp_path / "all.jsonl", 60), tmp_path / "train" / "all.jsonl"
