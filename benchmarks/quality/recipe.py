@@ -25,6 +25,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "Muon, 0.05": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.05"},
     "Muon, 0.1": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.1"},
     "Muon, 0.05, AdamW 1e-2": {"train.optimizer": "muon", "train.lr": "1e-2", "train.muon-lr": "0.05"},
+    "Muon, 0.05, AdamW 3e-2": {"train.optimizer": "muon", "train.lr": "3e-2", "train.muon-lr": "0.05"},
 }
 """Name → settings of `retro train`."""
 

@@ -10,7 +10,8 @@ need whole matrices: where processes hold shards, each gathers one matrix at a t
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 (Jordan et al.)."""
 STEPS = 5
 _TINY = 1e-7
+_SMALL, _BATCH = 1 << 20, 1 << 22  # elements of a matrix, and of all matrices of a batch
 _EXCLUDED = ("router", "distance_proj", "lora_A", "lora_B")
 """Modules whose matrices AdamW updates: gates of experts, relative positions, and adapters, whose factors are thin."""
 
@@ -74,11 +76,27 @@ class Muon(torch.optim.AdamW):
         finally:
             self.param_groups = groups
         for group in groups:
-            for parameter in group["params"] if group["orthogonal"] else ():
-                if parameter.grad is not None:
-                    self._move(parameter, group["lr"], group["weight_decay"])
+            matrices = [one for one in group["params"] if one.grad is not None] if group["orthogonal"] else []
+            for alike in _batches(matrices):
+                self._move(alike, group["lr"], group["weight_decay"])
 
-    def _move(self, parameter: Tensor, lr: float, weight_decay: float) -> None:
+    def _move(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+        """Update parameters of one shape."""
+        skip, ahead = getattr(self, "found_inf", None), [self._ahead(parameter) for parameter in parameters]
+        wholes = [_whole(one, parameter) for one, parameter in zip(ahead, parameters, strict=True)]
+        orthogonals = orthogonal(torch.stack(wholes) if len(wholes) > 1 else wholes[0][None], self.dtype)
+        kept: float | Tensor = 1 - lr * weight_decay
+        if skip is not None:
+            kept = torch.where(skip.bool(), 1.0, kept)
+        for parameter, whole in zip(parameters, orthogonals, strict=True):
+            update = _shard(whole, parameter)
+            update = update.mul_(lr * math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1])))
+            if skip is not None:
+                update = update.masked_fill_(skip.bool(), 0.0)
+            local(parameter).mul_(kept).sub_(update)
+
+    def _ahead(self, parameter: Tensor) -> Tensor:
+        """The gradient and its momentum, after a look ahead (Nesterov); the own shard."""
         state, skip = self.state[parameter], getattr(self, "found_inf", None)
         assert parameter.grad is not None
         if "momentum" not in state:
@@ -87,13 +105,21 @@ class Muon(torch.optim.AdamW):
         if skip is not None:  # the momentum moves to itself: it stays
             gradient = momentum.where(skip.bool(), gradient)
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov
-        update = _shard(orthogonal(_whole(ahead, parameter), self.dtype), parameter)
-        kept: float | Tensor = 1 - lr * weight_decay
-        update = update.mul_(lr * math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1])))
-        if skip is not None:
-            update, kept = update.masked_fill_(skip.bool(), 0.0), torch.where(skip.bool(), 1.0, kept)
-        local(parameter).mul_(kept).sub_(update)
+        return gradient.lerp(momentum, MOMENTUM)
+
+
+def _batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape, some at a time: many small products are slower than few large ones. Those that are
+    gathered, and large ones, come one at a time, for the memory."""
+    alike = defaultdict[torch.Size, list[Tensor]](list)
+    for matrix in matrices:
+        if _gathers(matrix) or matrix.numel() > _SMALL:
+            yield [matrix]
+        else:
+            alike[matrix.shape].append(matrix)
+    for group in alike.values():
+        size = max(1, _BATCH // group[0].numel())
+        yield from (group[first : first + size] for first in range(0, len(group), size))
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

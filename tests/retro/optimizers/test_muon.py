@@ -109,3 +109,19 @@ def test_adapters_alone_have_no_matrix_for_muon() -> None:
     train_only(model, "none")
     with pytest.raises(InputError, match=r"train\.optimizer = 'muon': no matrix .* 'adamw'"):
         make_optimizer([model], MUON)
+
+
+def test_matrices_of_one_shape_move_together_as_each_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for most in (1, 200, 1 << 22):  # elements of a batch
+        monkeypatch.setattr("retro.optimizers.muon._BATCH", most)
+        layers = nn.Sequential(*(nn.Linear(*size, bias=False) for size in ((8, 8), (8, 8), (8, 16), (16, 8), (8, 8))))
+        for seed, parameter in enumerate(layers.parameters()):
+            parameter.data = normal(*parameter.shape, seed=seed)
+            parameter.grad = normal(*parameter.shape, seed=seed + 10)
+        optimizer = make_optimizer([layers], MUON)
+        optimizer.step()
+        found.append([parameter.detach().clone() for parameter in layers.parameters()])
+    for some in found[1:]:
+        for one, other in zip(found[0], some, strict=True):
+            torch.testing.assert_close(one, other)
