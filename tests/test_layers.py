@@ -33,9 +33,9 @@ LEVELS = (
     ("pipelines/terminal", "pipelines/executors"),
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),
-    ("pipelines/cli/settings", "pipelines/cli/results.py"),
+    ("pipelines/cli/settings", "pipelines/cli/results.py", "pipelines/cli/hub.py"),
     ("pipelines/cli/planning", "pipelines/cli/reports"),
-    ("pipelines/cli/verbs",),
+    ("pipelines/cli/verbs", "pipelines/cli/corpus_options.py"),
     ("pipelines/cli/main.py",),
     ("pipelines/cli/__main__.py", "pipelines/compile_ahead.py", "pipelines/index.py", "pipelines/train.py"),
 )

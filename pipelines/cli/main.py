@@ -40,7 +40,7 @@ class Verb:
         run: function that receives the positional arguments and the settings, and returns the exit status.
         settings: type of the settings.
         positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]`
-            is optional. A single name that ends in `…` takes one or more arguments as a list.
+            is optional, and `CORPUS` names text in its place. A single name that ends in `…` takes one or more arguments as a list.
         resumes: the same command continues the work of one that was stopped.
     """
 
@@ -75,7 +75,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "index": Verb(
             "Build a datastore from a corpus, or update it",
-            "verbs.datastore", "index", "IndexOptions", ("CONFIG",), resumes=True,
+            "verbs.datastore", "index", "IndexOptions", ("CONFIG|CORPUS",), resumes=True,
         ),
         "search": Verb(
             "Print the chunks nearest to a text",
@@ -185,7 +185,7 @@ usage: retro VERB ARGUMENTS [--options]        `retro VERB --help` lists the opt
 
 {verbs}
 
-CONFIG is a TOML file of settings. An option such as `--train.lr 1e-3` overrides the key `lr` of its section [train].
+CONFIG is a TOML file of settings, CORPUS a file, folder, glob or URL of text. An option such as `--train.lr 1e-3` overrides the key `lr` of its section [train].
 CHECKPOINT is a run's folder (its newest checkpoint), RUN@best (lowest bits per byte on held-out documents), the folder of
 one checkpoint, or an exported file. DATASTORE is a folder or a URL such as s3://bucket/name."""
 
@@ -262,11 +262,15 @@ def run_verb(arguments: Sequence[str]) -> int:
     optional = verb.positional == ("[CONFIG]",)
     if len(given) < len(verb.positional) and not optional and not _HELP_FLAGS & set(rest):
         raise InputError(f"usage: retro {usage} [--options]; `retro {name} --help` lists the options.")
+    from pipelines.cli.corpus_options import SETTINGS_SUFFIX, options_of_corpus
     from pipelines.cli.settings.load import load  # `retro --help` needs no pydantic
 
     run, settings = verb.load()
-    if optional or verb.positional == ("CONFIG",):
-        loaded = load(settings, Path(given[0]) if given else None, options, verb=usage)
+    if verb.positional[:1] and "CONFIG" in verb.positional[0]:
+        file = Path(given[0]) if given else None
+        if file is not None and "CORPUS" in verb.positional[0] and file.suffix != SETTINGS_SUFFIX:
+            options, file = options_of_corpus(given[0], options), None
+        loaded = load(settings, file, options, verb=usage)
         with _named_while_running(name):
             return run(loaded)
     words = list(takewhile(lambda word: not word.startswith("--"), options))

@@ -35,7 +35,12 @@ _CHUNKS_FOR_DOCUMENTS = 10  # chunks that `retro search` reads for each one that
 
 @settings
 class IndexOptions(Config):
-    """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
+    """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was.
+
+    In place of a file of settings, `retro index CORPUS` takes text: a file, folder, glob or URL. The datastore is then
+    `datastores/NAME`. `--tokenizer MODEL`, a folder or a name on the Hugging Face Hub, makes one for a model of
+    transformers: without neighbors, unless --skip-stages says otherwise.
+    """
 
     stage: Literal["all"] | StageName = "all"
     """Run one stage only; `all` runs them in order (`ngrams` only for neighbors by n-grams, `materialize` only if

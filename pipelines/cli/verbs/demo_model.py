@@ -24,12 +24,13 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
+from pipelines.cli.hub import local_folder
 from pipelines.cli.reports.html import Section
 from pipelines.cli.results import Table
 from pipelines.cli.verbs.demo import SMOLLM2, DemoOptions, K, build_datastore, claim_folder, corpus_of
 from pipelines.cli.verbs.demo_training import demo
 from pipelines.cli.verbs.generate import is_named, quoted, verbatim_runs
-from pipelines.cli.verbs.huggingface import SUFFIX, ImportOptions, import_, local_folder
+from pipelines.cli.verbs.huggingface import SUFFIX, ImportOptions, import_
 from pipelines.cli.verbs.model import AddRetrievalOptions, add_retrieval
 from pipelines.cli.verbs.retrieval_gain import compare_retrieval
 from pipelines.config import Config

@@ -8,6 +8,7 @@ from pathlib import Path
 from indexing.machine import Precision
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
+from pipelines.cli.hub import local_folder
 from pipelines.cli.verbs.model import check_target
 from pipelines.terminal.output import echo
 from pipelines.terminal.units import human_bytes
@@ -77,29 +78,6 @@ def import_(source: str, options: ImportOptions) -> int:
         return 0
     _import(folder, folder, options)
     return 0
-
-
-def local_folder(source: str) -> Path:
-    """The folder itself, or that of a model of the Hugging Face Hub, which is downloaded to the Hub's cache if
-    necessary."""
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(
-            snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
-        )
-    except ImportError as error:
-        raise InputError(
-            f"{source} is not a folder. For models of the Hugging Face Hub: pip install 'retro[transformer]'"
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"{source} is neither a folder nor a {SUFFIX} file, and cannot be fetched from the Hugging Face Hub ({reason}). Check the "
-            "name and the network, or name a local folder."
-        ) from error
 
 
 def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "", prefix: Path | None = None) -> None:
