@@ -267,7 +267,7 @@ def _datastore(folder: FolderPath) -> dict[str, Any]:
     info["fingerprint"] = datastore.fingerprint
     info |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
     report = read_report(folder)
-    if report is not None:
+    if report is not None and "index" in report:  # measured with neighbors
         measured = report["index"]
         info["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
         info["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}

@@ -1,5 +1,5 @@
-"""Report of a datastore: recall of its neighbors, missing neighbors, time of a search, problems and skipped files of
-the corpus.
+"""Report of a datastore: sizes, problems and skipped files of the corpus; with neighbors also their recall, missing
+ones, and the time of a search.
 
 Written to `report.json` and `report.html`. These files contain times, so they differ between equal builds.
 """
@@ -44,8 +44,10 @@ _EXAMPLES = 3
 def write_index_report(datastore: Datastore, steps: Sequence[Step] = (), others: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure a finished datastore and write both reports. What has not changed is read from them.
 
+    Without stored neighbors there are only sizes, build steps, and problems of the corpus.
+
     Args:
-        datastore: with neighbors.
+        datastore: with finished chunks.
         steps: of the build that finished it.
         others: `neighbors.extra_datastores`.
 
@@ -59,20 +61,25 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = (), others:
         known = None
     if known and known["bytes"] == sizes and known.get("corpus") == corpus:
         return known
-    retriever = Retriever.open(datastore.folder, *others)
-    measured = (known or measure(retriever) | {"build": [asdict(step) for step in steps]}) | {
+    retriever = Retriever.open(datastore.folder, *others) if datastore.has("neighbors") else None
+    measured = (known or measure(datastore, retriever) | {"build": [asdict(step) for step in steps]}) | {
         "bytes": sizes,
         "corpus": corpus,
     }
-    write_html(retriever, measured)
+    write_html(datastore, retriever, measured)
     write_checked(path, measured)
     for file in (path.with_suffix(".html"), path):
         publish_file(file)
     return measured
 
 
-def measure(retriever: Retriever) -> dict[str, Any]:
-    """Measure all figures of the report."""
+def measure(datastore: Datastore, retriever: Retriever | None) -> dict[str, Any]:
+    """Measure all figures of the report; those of neighbors only with a retriever."""
+    totals = {"fingerprint": datastore.fingerprint, "splits": {name: _totals(datastore, name) for name in SPLITS}}
+    return totals | (_measure_neighbors(retriever) if retriever else {})
+
+
+def _measure_neighbors(retriever: Retriever) -> dict[str, Any]:
     datastore, folder = retriever.datastore, retriever.datastore.folder
     ids, queries, split_name = sample_queries(datastore, _SAMPLE, seed=1)
     split = datastore.split(split_name)
@@ -81,10 +88,8 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     index: dict[str, Any] = {**stored_json(folder / "index" / "trained" / "index.json", Trained)}
     index |= stored_json(folder / "index" / "tuned" / "tuned.json", Tuned)
     return {
-        "fingerprint": datastore.fingerprint,
         "index": index,
         "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
-        "splits": {name: _totals(datastore, name) for name in SPLITS},
         "recall": _recalls_of_stored(retriever, split, ids, queries),
         "recall_queries": len(ids),
         "recall_split": split_name,
@@ -238,17 +243,24 @@ def summary_table(measured: dict[str, Any]) -> Table:
         if totals and totals["documents"]:
             rows.append([f"{name}: documents", f"{totals['documents']:,}"])
             rows.append([f"{name}: chunks", f"{totals['chunks']:,}"])
-    rows.append(["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"])
-    rows.append(["index: recall at 10", f"{measured['index']['recall_at_10']:.3f}"])
-    rows.append(["stored neighbors: found by", measured["search"]])
+    rows += _neighbor_rows(measured) if "neighbors" in measured else []
+    rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items() if size]
+    return Table(["", "measured"], rows)
+
+
+def _neighbor_rows(measured: dict[str, Any]) -> list[list[str]]:
+    rows = [
+        ["index", f"{measured['index']['key']}, nprobe {measured['index']['nprobe']}"],
+        ["index: recall at 10", f"{measured['index']['recall_at_10']:.3f}"],
+        ["stored neighbors: found by", measured["search"]],
+    ]
     rows += [[f"stored neighbors: recall at {k}", f"{value:.3f}"] for k, value in recalls(measured)]
     for name in SPLITS:
         if name in measured["neighbors"]:
             rows.append([f"{name}: neighbors missing", f"{100 * measured['neighbors'][name]['missing_share']:.2f}%"])
     rows.append(["search, one query (p50)", f"{measured['latency_ms']['single_p50']:.2f} ms"])
     rows.append(["search, in a batch", f"{measured['latency_ms']['batched']:.3f} ms"])
-    rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items() if size]
-    return Table(["", "measured"], rows)
+    return rows
 
 
 def corpus_table(measured: dict[str, Any]) -> Table:
@@ -262,25 +274,30 @@ def corpus_table(measured: dict[str, Any]) -> Table:
     return Table(["files", "problem", "number"], rows)
 
 
-def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
+def write_html(datastore: Datastore, retriever: Retriever | None, measured: dict[str, Any]) -> None:
     """Write `report.html` of a datastore."""
     totals = measured["splits"]["train"]
     steps = [Step(**step) for step in measured["build"]]
     header, *rows = summary_rows(steps)
     files = corpus_table(measured)
-    report.write_report(
-        retriever.datastore.folder / "report.html",
-        title="Datastore",
-        subtitle=f"fingerprint {measured['fingerprint']}",
-        figures=[
-            ("chunks", f"{totals['chunks']:,}", f"{totals['documents']:,} documents"),
+    figures = [("chunks", f"{totals['chunks']:,}", f"{totals['documents']:,} documents")]
+    if retriever:
+        figures += [
             ("recall@10", f"{measured['index']['recall_at_10']:.3f}", f"nprobe {measured['index']['nprobe']}"),
             ("one search", f"{measured['latency_ms']['single_p50']:.1f} ms", "index and re-ranking"),
-        ],
+        ]
+    else:
+        figures.append(("tokens", f"{totals['tokens']:,}", "without neighbors"))
+    plots = plots_of(retriever, measured) if retriever else []
+    report.write_report(
+        datastore.folder / "report.html",
+        title="Datastore",
+        subtitle=f"fingerprint {measured['fingerprint']}",
+        figures=figures,
         sections=[
-            report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
+            report.Section("Measured", table=summary_table(measured), plots=plots),
             *([report.Section("Build steps", table=Table(header, rows))] if steps else []),
             *([report.Section("Problems and skipped files", table=files)] if files.rows else []),
-            report.Section("Chunks and their neighbors", examples=_examples(retriever)),
+            *([report.Section("Chunks and their neighbors", examples=_examples(retriever))] if retriever else []),
         ],
     )

@@ -76,12 +76,10 @@ def index(options: IndexOptions) -> int:
     )
     del executor  # and its workers
     _warn_if_little_is_held_out(datastore, config.corpus.split)
-    if datastore.has("neighbors"):
-        print_rows(summary_table(write_index_report(datastore, view.steps, config.neighbors.extra_datastores)).rows)
-        echo(f"report: {datastore.folder / 'report.html'}")
-    else:
-        totals, stages = datastore.manifest["splits"]["train"], ", ".join(filter(datastore.has, STAGES))
-        echo(f"{sum(totals['tokens']):,} tokens of {sum(totals['documents']):,} documents, finished stages: {stages}")
+    print_rows(summary_table(write_index_report(datastore, view.steps, config.neighbors.extra_datastores)).rows)
+    if not datastore.has("neighbors"):
+        echo(f"finished stages: {', '.join(filter(datastore.has, STAGES))}")
+    echo(f"report: {datastore.folder / 'report.html'}")
     return 0
 
 
@@ -284,7 +282,7 @@ def _datastore_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
     corpus += [["skipped files", skipped_line(metadata["skipped"])]] if metadata["skipped"] else []
     corpus += [["dedup", metadata["dedup"]]] if metadata["dedup"] else []
     return {metadata["path"]: rows, "corpus": corpus} | (
-        _measured_groups(metadata["report"]) if metadata["report"] else {}
+        _measured_groups(metadata["report"]) if "index" in (metadata["report"] or {}) else {}
     )
 
 

@@ -61,7 +61,14 @@ def test_one_line_builds_what_the_processor_reads(tmp_path: Path, monkeypatch: p
     write_corpus(tmp_path / "texts" / "a.jsonl", 30)
     write_byte_tokenizer(tmp_path / "model", ["<eos>"], eos_token="<eos>")
     assert main(["index", "texts", "--tokenizer", "model"]) == 0
-    assert "datastore: datastores/texts" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "datastore: datastores/texts" in out
+    assert "finished stages: chunk, sparse, suffixes, votes" in out
+    html = Path("datastores/texts/report.html").read_text()
+    assert "suffixes on disk" in html
+    assert "recall" not in html
+    assert main(["inspect", "datastores/texts"]) == 0
+    assert "chunk, sparse, suffixes, votes" in capsys.readouterr().out
     datastore = Datastore.open("datastores/texts")
     assert datastore.has("suffixes")
     assert datastore.has("votes")
