@@ -184,8 +184,8 @@ def exists(option: str, known: set[str]) -> bool:
     return option in known or positive in known
 
 
-EXAMPLE_OPTIONS = {"help", "model.embedding_norm"}
-"""Options of every verb, and the one that a recipe of CONTRIBUTING.md adds."""
+EXAMPLE_OPTIONS = {"help", "tokenizer", "model.embedding_norm"}
+"""Options of every verb, that of `retro index CORPUS`, and the one that a recipe of CONTRIBUTING.md adds."""
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)

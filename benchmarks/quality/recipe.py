@@ -18,14 +18,14 @@ from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 
 RECIPES: dict[str, dict[str, str]] = {
-    "AdamW, 1e-3": {"train.lr": "1e-3"},
-    "AdamW, 3e-3": {"train.lr": "3e-3"},
-    "AdamW, 1e-2": {"train.lr": "1e-2"},
-    "Muon, 0.02": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.02"},
-    "Muon, 0.05": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.05"},
-    "Muon, 0.1": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.1"},
-    "Muon, 0.05, AdamW 1e-2": {"train.optimizer": "muon", "train.lr": "1e-2", "train.muon-lr": "0.05"},
-    "Muon, 0.05, AdamW 3e-2": {"train.optimizer": "muon", "train.lr": "3e-2", "train.muon-lr": "0.05"},
+    "AdamW, 1e-3": {"train.optimizer": "adamw", "train.lr": "1e-3"},
+    "AdamW, 3e-3": {"train.optimizer": "adamw", "train.lr": "3e-3"},
+    "AdamW, 1e-2": {"train.optimizer": "adamw", "train.lr": "1e-2"},
+    **{
+        f"Muon, {muon}, others {rate}": {"train.optimizer": "muon", "train.lr": rate, "train.muon-lr": muon}
+        for muon in ("0.02", "0.05")
+        for rate in ("3e-3", "1e-2", "3e-2", "1e-1")
+    },
 }
 """Name → settings of `retro train`."""
 
