@@ -43,18 +43,18 @@ def make_optimizer(
         for name, parameter in named:
             if parameter.requires_grad and (id(parameter) in matrices) == decays:
                 orthogonal = id(parameter) in of_muon
-                factor = settings.muon_lr / settings.lr if orthogonal else factors.get(name, 1.0)
+                factor = settings.muon_lr / settings.peak_lr if orthogonal else factors.get(name, 1.0)
                 decay = (
                     settings.weight_decay / factor if decays else 0.0
                 )  # the optimizer multiplies it by the learning rate
-                new = {"params": [], "weight_decay": decay, "lr": settings.lr * factor, "lr_factor": factor}
+                new = {"params": [], "weight_decay": decay, "lr": settings.peak_lr * factor, "lr_factor": factor}
                 new |= {"orthogonal": orthogonal} if muon else {}
                 groups.setdefault((orthogonal, decays, factor), new)["params"].append(parameter)
     if muon and not any(group["orthogonal"] for group in groups.values()):
         raise InputError(
             "train.optimizer = 'muon': no matrix of a layer is trained (train.weights, lora.rank). Set 'adamw', which updates the others."
         )
-    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "fused": True}
+    options: dict[str, Any] = {"lr": settings.peak_lr, "betas": (settings.beta1, settings.beta2), "fused": True}
     if muon:
         return Muon(groups.values(), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, **options)
     return torch.optim.AdamW(list(groups.values()), **options)
@@ -72,7 +72,7 @@ def decaying(model: nn.Module) -> Iterator[Tensor]:
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
     """The learning rate of a step, counted from 0: linear warm-up from 1e-7, then `train.lr_schedule`."""
-    lr, warmup_steps = settings.lr, settings.warmup
+    lr, warmup_steps = settings.peak_lr, settings.warmup
     if step < warmup_steps:
         return 1e-7 + (lr - 1e-7) * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, settings.steps - warmup_steps)

@@ -1,5 +1,6 @@
 """Settings of training: steps, optimizer, schedule, device, evaluation and checkpoints."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -10,7 +11,11 @@ from retro.adapters.settings import Weights
 
 OnNan = Literal["stop", "skip"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
-Optimizer = Literal["adamw", "muon"]
+Optimizer = Literal["auto", "adamw", "muon"]
+
+_SMALL = ("tiny", "small", "base-cpu")
+"""Presets whose recipe is not the paper's (docs/results/recipe.md)."""
+_LR = {"adamw": 1e-3, "muon": 3e-2}
 
 
 @settings
@@ -25,14 +30,16 @@ class TrainSettings:
     gradient_accumulation_steps: PositiveInt = 1
     """Batches of one optimizer step. Each has its own forward and backward pass; the loss is the mean over all
     labels."""
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = "auto"
     """`adamw` (paper), or `muon`: orthogonal updates for the matrices of layers, and AdamW for embeddings, output
-    layer, norms, gates, relative positions and adapters."""
+    layer, norms, gates, relative positions and adapters. `auto` is `muon` for new models of the presets `tiny`, `small`
+    and `base-cpu`, else `adamw`."""
     muon_lr: PositiveFloat = 0.05
     """Peak learning rate of matrices with `muon`: the largest singular value of an update is about this times
     sqrt(outputs / inputs), at least this. It follows the schedule of `lr`, and does not depend on the width."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
+    lr: NonNegativeFloat = 0.0
+    """Peak learning rate of AdamW (paper: 2e-4 for the sizes from 172M to 1.5B). 0 = 1e-3, with `muon` 3e-2 for the
+    parameters that are not its own."""
     min_lr_ratio: Fraction = 0.1
     """Last learning rate as a fraction of the peak."""
     warmup_steps: NonNegativeInt = 100
@@ -90,6 +97,18 @@ class TrainSettings:
     """Steps between lines of `metrics.jsonl`. `loss` and `tokens_per_second` are means over these steps."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Additional places for metrics: `tensorboard`, `wandb` (without a network: WANDB_MODE=offline)."""
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`, or the optimizer's own."""
+        return self.lr or _LR.get(self.optimizer, _LR["adamw"])
+
+    def for_model(self, preset: str) -> "TrainSettings":
+        """The settings with optimizer and learning rate for a model of this preset; empty = none."""
+        is_new = self.weights == "all" and not self.init_from
+        automatic: Optimizer = "muon" if preset in _SMALL and is_new else "adamw"
+        chosen = replace(self, optimizer=automatic if self.optimizer == "auto" else self.optimizer)
+        return replace(chosen, lr=chosen.peak_lr)
 
     @property
     def warmup(self) -> int:

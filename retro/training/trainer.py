@@ -119,6 +119,7 @@ class Trainer:
             advance: receives numbers of trained tokens.
         """
         settings.check()
+        settings = replace(settings, train=settings.train.for_model(settings.model.preset))
         status("opening the data and the model")
         _warn_of_short_warmup(settings.train)
         self.run, self.advance = run, advance

@@ -146,7 +146,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
     vocab_size, chunk_length = options.tokenizer.vocab_size, options.chunks.chunk_length
     model = replace(model, vocab_size=model.vocab_size or vocab_size, chunk_length=model.chunk_length or chunk_length)
-    data, train = options.data, options.train
+    data, train = options.data, options.train.for_model(options.model.preset)
     if data.sequence_length % model.chunk_length:
         raise InputError(
             f"data.sequence_length = {data.sequence_length}: must be a multiple of model.chunk_length = {model.chunk_length}."

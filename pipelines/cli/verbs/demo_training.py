@@ -117,7 +117,7 @@ def _config(options: DemoOptions) -> Config:
         ),
         train=TrainSettings(
             batch_size=4,
-            lr=3e-3,
+            optimizer="muon",  # docs/results/recipe.md
             warmup_steps=3,
             eval_every=0,
             eval_tokens=1,  # one window: the real evaluation follows

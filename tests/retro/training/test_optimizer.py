@@ -159,3 +159,23 @@ def test_activations_change_equally_at_every_width(tied: bool) -> None:
     assert all(factor < 1.5 for factor in growth(init="mup").values())
     without = growth(init="depth-scaled")
     assert all(without[name] > 2.5 for name in ("self-attention", "cross-attention", "feed-forward", "encoder"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "optimizer", "lr"),
+    [
+        ("tiny", {}, "muon", 3e-2),
+        ("base-cpu", {}, "muon", 3e-2),
+        ("small", {"lr": 5e-3}, "muon", 5e-3),
+        ("small", {"optimizer": "adamw"}, "adamw", 1e-3),
+        ("small", {"init_from": "run"}, "adamw", 1e-3),
+        ("small", {"init_from": "run", "weights": "retrieval"}, "adamw", 1e-3),
+        ("172m", {}, "adamw", 1e-3),
+        ("", {}, "adamw", 1e-3),
+        ("", {"optimizer": "muon"}, "muon", 3e-2),
+    ],
+)
+def test_new_models_of_small_presets_learn_with_muon(preset: str, changes: dict, optimizer: str, lr: float) -> None:
+    settings = TrainSettings(**changes).for_model(preset)
+    assert (settings.optimizer, settings.lr) == (optimizer, lr)
+    assert settings.for_model(preset) == settings  # as a run records it

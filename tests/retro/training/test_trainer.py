@@ -168,7 +168,7 @@ def test_a_run_shorter_than_its_warmup_trains_and_says_how_it_warms_up(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcome = run(with_train(config, steps=20, warmup_steps=100, eval_every=0))
-    assert [line["lr"] for line in outcome.metrics if "lr" in line][1] == pytest.approx(config.train.lr)
+    assert [line["lr"] for line in outcome.metrics if "lr" in line][1] == pytest.approx(config.train.peak_lr)
     assert "train.warmup_steps = 100 is more than train.steps: the warm-up ends at step 2" in caplog.text
 
 
