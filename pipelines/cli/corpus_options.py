@@ -6,6 +6,7 @@ CORPUS             ─► --corpus.paths CORPUS --datastore datastores/NAME
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from indexing.store.errors import InputError
@@ -23,18 +24,21 @@ def options_of_corpus(corpus: str, options: Sequence[str]) -> list[str]:
 
     Args:
         corpus: file, folder, glob or URL of text.
-        options: of the command line. `--tokenizer MODEL` names a local folder, or a model of the Hugging Face Hub.
+        options: of the command line, after more such words: a shell writes them for a glob. `--tokenizer MODEL` names a
+            local folder, or a model of the Hugging Face Hub.
 
     Raises:
         InputError: the corpus is named twice, or the tokenizer cannot be fetched.
     """
+    more = list(takewhile(lambda word: not word.startswith("--"), options))
+    options = options[len(more) :]
     given = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("--")}
     if "--corpus.paths" in given:
         raise InputError(
             f"{corpus} and --corpus.paths both name text: use one of them. --corpus.paths takes several words."
         )
-    made = ["--corpus.paths", corpus]
-    datastore = Path("datastores") / _name(corpus)
+    made = ["--corpus.paths", corpus, *more]
+    datastore = Path("datastores") / _name(str(Path(corpus).absolute().parent) if more else corpus)
     if "--datastore" not in given:
         made += ["--datastore", str(datastore)]
         echo(f"datastore: {datastore}")

@@ -36,6 +36,6 @@ def local_folder(source: str, files: Sequence[str] = MODEL_FILES, key: str = "")
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"{named} is neither a folder nor a .gguf file, and cannot be fetched from the Hugging Face Hub ({reason}). Check the "
-            "name and the network, or name a local folder."
+            f"{named} is not a local folder{'' if key else ' or .gguf file'}, and cannot be fetched from the Hugging Face Hub ({reason}). "
+            "Check the name and the network, or name a local folder."
         ) from error

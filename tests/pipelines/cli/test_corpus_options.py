@@ -27,6 +27,18 @@ def test_the_datastore_is_named_after_the_corpus(corpus: str, name: str) -> None
     assert options == ["--corpus.paths", corpus, "--datastore", f"datastores/{name}", "--strict"]
 
 
+def test_several_files_are_named_after_their_folder() -> None:
+    options = options_of_corpus("/data/laws/a.zst", ["/data/laws/b.zst", "--strict"])
+    assert options == [
+        "--corpus.paths",
+        "/data/laws/a.zst",
+        "/data/laws/b.zst",
+        "--datastore",
+        "datastores/laws",
+        "--strict",
+    ]
+
+
 def test_the_place_that_is_given_is_kept() -> None:
     assert options_of_corpus("a", ["--datastore=b"]) == ["--corpus.paths", "a", "--datastore=b"]
 
@@ -45,7 +57,7 @@ def test_a_tokenizer_leaves_out_what_its_model_does_not_read(tmp_path: Path, giv
     [
         (["--tokenizer"], "a value is missing"),
         (["--tokenizer", "--strict"], "a value is missing"),
-        (["--tokenizer", "no/such/folder/here"], "--tokenizer no/such/folder/here is neither"),
+        (["--tokenizer", "no/such/folder/here"], "--tokenizer no/such/folder/here is not a local folder, "),
         (["--corpus.paths", "b"], "both name text"),
     ],
 )
