@@ -13,6 +13,7 @@ the difference, and a damaged artifact is made again.
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from indexing.store import remote
 from indexing.store.checked_files import remember
@@ -430,11 +431,22 @@ def recorded_file(path: Path) -> dict[str, Any] | None:
     """Size and checksum of a file of an artifact, as its manifest has them; None if it belongs to none, or the manifest
     is damaged."""
     for folder in path.parents[:2]:
-        if (folder / MANIFEST).exists():
-            with contextlib.suppress(InputError):
-                return _parsed(folder)["files"].get(path.relative_to(folder).as_posix())
-            return None
+        try:
+            found = os.stat(folder / MANIFEST)
+        except OSError:
+            continue
+        files = _files_in(folder, (found.st_ino, found.st_mtime_ns, found.st_size))
+        return files.get(path.relative_to(folder).as_posix())
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _files_in(folder: Path, stamp: tuple[int, ...]) -> dict[str, Any]:
+    """`files` of a manifest with this stamp, which a new one changes; none if it is damaged. Each array of an artifact
+    asks for them."""
+    with contextlib.suppress(InputError):
+        return cast(dict[str, Any], _parsed(folder)["files"])
+    return {}
 
 
 def damaged(path: Path, problem: str) -> DamagedFile:
