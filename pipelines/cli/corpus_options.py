@@ -1,7 +1,9 @@
 """`retro index CORPUS --tokenizer MODEL`: a datastore without a file of settings.
 
-CORPUS             ─► --corpus.paths CORPUS --datastore datastores/NAME
---tokenizer MODEL  ─► --tokenizer.kind huggingface --tokenizer.path FOLDER --skip-stages neighbors
+    CORPUS             ─► --corpus.paths CORPUS --datastore datastores/NAME
+    --tokenizer MODEL  ─► --tokenizer.kind huggingface --tokenizer.path FOLDER --skip-stages neighbors
+
+The words of the command line become options, so they are checked like all others.
 """
 
 import re
