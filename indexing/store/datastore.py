@@ -505,10 +505,11 @@ def check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def _check_tokenizer(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Raise InputError if a manifest has other numbers than the tokenizer that made the chunks."""
-    path = remote.present(folder / "tokenizer" / "meta.json")
-    if not path.exists():
-        return  # a reader that needs it says so
-    tokenizer = stored_json(path, _Tokenizer)
+    path = folder / "tokenizer" / "meta.json"
+    try:
+        tokenizer = stored_json(path, _Tokenizer)
+    except InputError:
+        return  # it is missing or damaged: whoever reads the tokenizer says so
     for key, value in (("vocab_size", tokenizer["vocab_size"]), ("pad_id", tokenizer["pad_id"])):
         if manifest[key] != value:
             raise InputError(

@@ -76,10 +76,11 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = (), others:
 def measure(datastore: Datastore, retriever: Retriever | None) -> dict[str, Any]:
     """Measure all figures of the report; those of neighbors only with a retriever."""
     totals = {"fingerprint": datastore.fingerprint, "splits": {name: _totals(datastore, name) for name in SPLITS}}
-    return totals | (_measure_neighbors(retriever) if retriever else {})
+    return totals | (measure_neighbors(retriever) if retriever else {})
 
 
-def _measure_neighbors(retriever: Retriever) -> dict[str, Any]:
+def measure_neighbors(retriever: Retriever) -> dict[str, Any]:
+    """Measure index, stored neighbors, and the time of a search."""
     datastore, folder = retriever.datastore, retriever.datastore.folder
     ids, queries, split_name = sample_queries(datastore, _SAMPLE, seed=1)
     split = datastore.split(split_name)

@@ -17,7 +17,7 @@ from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from pipelines.cli.reports.datastore import measure
+from pipelines.cli.reports.datastore import measure_neighbors
 from pipelines.config import Config
 from tests.conftest import build_local, tiny_config, write_corpus
 
@@ -124,7 +124,7 @@ def test_live_search_returns_the_stored_neighbors(ordered: Datastore) -> None:
 
 
 def test_report_has_no_recall_because_the_best_are_not_the_nearest(ordered: Datastore) -> None:
-    assert measure(Retriever.open(ordered.folder))["recall"] == {}
+    assert measure_neighbors(Retriever.open(ordered.folder))["recall"] == {}
 
 
 def test_other_embedders_have_no_token_weights() -> None:

@@ -36,7 +36,9 @@ class Rows:
         self._part = np.zeros(PART_COLUMNS, np.int64)
         self._part[1:4] = count, self._rows.ctypes.data, len(self._rows)
         addresses = [0, self._part.ctypes.data, 0, self._order.ctypes.data]
-        self.files = Files(*addresses, 0, 1, 1, 1, 1 << 32, 2, self._rows.shape[1], 4, 256, 1024, 8)
+        self._damaged = np.zeros(1, np.int64)
+        sizes = 0, 1, 1, 1, 1 << 32, 2, self._rows.shape[1], 4, 256, 1024, 8
+        self.files = Files(*addresses, *sizes, self._damaged.ctypes.data)
 
     def change(self, number: int) -> None:
         """Let all stored numbers be this one, and the vocabulary be small."""

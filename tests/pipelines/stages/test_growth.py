@@ -17,7 +17,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main
-from pipelines.cli.reports.datastore import measure
+from pipelines.cli.reports.datastore import measure_neighbors
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages import corpus as corpus_stage
@@ -87,7 +87,7 @@ def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_pat
     assert main(["verify", str(datastore.folder)]) == 0
     assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
     told = {"exact": "exhaustive search", "index": r"index, nprobe \d+", "ngrams": "rare n-grams"}
-    assert re.fullmatch(told[method], measure(Retriever.open(datastore.folder))["search"])
+    assert re.fullmatch(told[method], measure_neighbors(Retriever.open(datastore.folder))["search"])
     build_local(config, only="add", rebuild=True)
     build_local(config)
     after = contents(datastore.folder)

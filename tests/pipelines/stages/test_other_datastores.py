@@ -13,7 +13,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
-from pipelines.cli.reports.datastore import measure
+from pipelines.cli.reports.datastore import measure_neighbors
 from pipelines.config import Config
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
@@ -147,7 +147,7 @@ def test_search_and_report_use_the_whole_retrieval_set(both: Config, other: Conf
     hit = retriever.search([retriever.tokenizer.decode(tokens[0])], k=1).hits[0][0]
     assert hit.chunk_id >> CHUNK_ID_BITS == 1
     assert hit.metadata == wanted
-    figures = measure(retriever)
+    figures = measure_neighbors(retriever)
     assert figures["recall"]["recall_at_6"] == 1
     assert retriever.neighbors.find(tokens.astype(np.int64), 2)[0].shape == (1, 2, 32)
 

@@ -139,4 +139,4 @@ def test_an_unreachable_hub_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert main(["import", "nobody/no-model", "--output", str(tmp_path / "out.safetensors")]) == 2
-    assert "nobody/no-model is neither a folder" in capsys.readouterr().err
+    assert "nobody/no-model is not a local folder or .gguf file" in capsys.readouterr().err
