@@ -1,5 +1,7 @@
 """What a visitor sees first, without typing: a held-out passage in color, a prompt where retrieval matters; and a question's hits."""
 
+from typing import Any
+
 import pytest
 
 from indexing.retrieval.retriever import Retriever
@@ -148,6 +150,18 @@ def test_a_question_is_searched_by_words_and_vectors_if_the_index_has_words(
     with page.expect_request("**/neighbors") as sent:
         submit(page, "neighbors", QUESTION)
     assert sent.value.post_data_json["retrieval"] == retrieval
+
+
+def test_a_question_that_is_sent_early_waits_for_what_the_index_has(open_page, url: str) -> None:
+    page, held = open_page("about:blank"), list[Any]()
+    page.route("**/datastore", lambda route: held.append(route))
+    page.goto(url + form_of("neighbors"))
+    with page.expect_request("**/neighbors") as sent:
+        submit(page, "neighbors", QUESTION)
+        for route in held:
+            answer = route.fetch()
+            route.fulfill(response=answer, json=answer.json() | {"retrieval": ["dense"]})
+    assert sent.value.post_data_json["retrieval"] == "dense"
 
 
 def test_hits_of_one_document_are_grouped_and_have_bars(open_page, url: str) -> None:

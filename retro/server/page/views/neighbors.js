@@ -38,11 +38,12 @@ offerDatastores(form);
 
 function search(values) {
   fill(results, "Searching for neighbors…", async (signal) => {
-    await served(); // It decides which kinds of retrieval there are.
+    // It decides which kinds of retrieval there are, perhaps after the form was sent.
+    const [{ retrieval: kinds }, wanted] = [await served(), values.get("retrieval") ?? form.elements.retrieval.value];
     const body = {
       text: values.get("text"),
       k: Number(values.get("k") ?? form.elements.k.value),
-      retrieval: values.get("retrieval") ?? form.elements.retrieval.value,
+      retrieval: kinds.includes(wanted) ? wanted : form.elements.retrieval.value,
       datastore: values.get("datastore") ?? "",
       filters: chosenFilters(values),
     };
