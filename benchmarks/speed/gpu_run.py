@@ -221,10 +221,8 @@ def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool, second
         "train the RETRO": (partial(training, config), of_retro + 30),
         "train the decoder": (partial(training, decoder), for_training - of_retro + 40),
         "scores": (partial(scores, config, decoder.run, tokens), 90),
-        "loss curves": (
-            partial(draw_losses, (config.run, decoder.run), output / "loss.svg"),
-            30,
-        ),  # the first picture of a machine lists its fonts
+        # The first picture of a machine lists its fonts.
+        "loss curves": (partial(draw_losses, (config.run, decoder.run), output / "loss.svg"), 30),
     }
     return {name: Case(*one) for name, one in work_of.items()}
 
