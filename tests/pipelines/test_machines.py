@@ -62,7 +62,7 @@ class Ray:
         """Number of machines that the cluster counts on."""
         code = "import ray; ray.init('auto', log_to_driver=False); print('alive', sum(n['Alive'] for n in ray.nodes()))"
         told = self.head.run([sys.executable, "-c", code]).stdout
-        return int(told.rpartition("alive ")[2]) if "alive " in told else 0
+        return int(told.rpartition("alive ")[2].split()[0]) if "alive " in told else 0  # lines of Ray may follow
 
 
 def in_bucket(url: str) -> dict[str, bytes]:
