@@ -17,13 +17,14 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, say, write
-from benchmarks.speed.scale import artifact_bytes, measured, scale_config, session_bytes
+from benchmarks.speed.scale import artifact_bytes, measured, measured_process, scale_config
 from indexing.store.datastore import Datastore, Split
 from indexing.suffixes.search import LONGEST, SuffixIndex
 from pipelines.cli.results import Table
@@ -82,32 +83,10 @@ def write_tokens(split: Split, folder: Path) -> str:
 
 def build_theirs(python: Path, folder: Path, dtype: str) -> dict[str, float]:
     """Seconds, CPU seconds and peak memory of infini-gram's suffix array on one core."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    options = [
-        "--data_dir",
-        folder,
-        "--save_dir",
-        folder,
-        "--token_dtype",
-        dtype,
-        "--cpus",
-        1,
-        "--mem",
-        8,
-        "--ulimit",
-        files,
-    ]
-    before, started, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
-    command = [str(python), "-m", "infini_gram.indexing", *map(str, options)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
-        while process.poll() is None:
-            peak = max(peak, session_bytes(process.pid))
-            time.sleep(0.05)
-    if process.returncode or not (folder / "table.0").exists():
-        raise SystemExit(f"infini-gram did not build its table in {folder}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = sum(after[:2]) - sum(before[:2])
-    return {"seconds": time.perf_counter() - started, "cpu_seconds": cpu, "peak_bytes": peak}
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # it sets this limit
+    options = f"--token_dtype {dtype} --cpus 1 --mem 8 --ulimit {files}".split()
+    folders = ["--data_dir", str(folder), "--save_dir", str(folder)]
+    return measured_process([str(python), "-m", "infini_gram.indexing", *folders, *options])
 
 
 def questions(split: Split, number: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -129,29 +108,29 @@ def questions(split: Split, number: int) -> tuple[list[list[int]], list[list[int
 
 def ask_ours(folder: Path, texts: list[list[int]], grams: list[list[int]]) -> dict[str, dict[str, Any]]:
     """Answers and CPU microseconds of a question, as `_ASK` gives them."""
-    index, out = SuffixIndex.open(folder), dict[str, dict[str, Any]]()
+    index = SuffixIndex.open(folder)
+
+    def length(text: np.ndarray) -> int:
+        return index.longest_match(text).length
 
     def count(gram: np.ndarray) -> int:
         match = index.longest_match(gram)
         return index.count(match) if match.length == len(gram) else 0
 
-    arrays, of_grams = ([np.array(text, np.int64) for text in some] for some in (texts, grams))
-    for name, ask, asked, found in (
-        (
-            "next tokens",
-            lambda text: index.last_votes([text]),
-            arrays,
-            [index.longest_match(one).length for one in arrays],
-        ),
-        ("count", count, of_grams, [count(one) for one in of_grams]),
-    ):
-        for text in asked:
-            ask(text)
+    def asked(
+        ask: Callable[[np.ndarray], Any], answer: Callable[[np.ndarray], int], lists: list[list[int]]
+    ) -> dict[str, Any]:
+        arrays = [np.array(one, np.int64) for one in lists]
+        found = [answer(one) for one in arrays]
+        for one in arrays:
+            ask(one)
         started = time.process_time()
-        for text in asked:
-            ask(text)
-        out[name] = {"found": found, "microseconds": 1e6 * (time.process_time() - started) / len(asked)}
-    return out
+        for one in arrays:
+            ask(one)
+        return {"found": found, "microseconds": 1e6 * (time.process_time() - started) / len(arrays)}
+
+    votes = asked(lambda text: index.last_votes([text]), length, texts)
+    return {"next tokens": votes, "count": asked(count, count, grams)}
 
 
 def measure(files: list[Path], folder: Path, python: Path, number: int, limit: Budget) -> dict[str, Any]:
@@ -160,19 +139,25 @@ def measure(files: list[Path], folder: Path, python: Path, number: int, limit: B
     config = scale_config(folder, files)
     (folder / "config.toml").write_text(to_toml(config))
     chunked = measured("index", str(folder / "config.toml"), "--stage", "chunk")
-    train = Datastore.open(config.datastore).train
-    tokens, theirs = int(sum(Datastore.open(config.datastore).manifest["splits"]["train"]["tokens"])), folder / "theirs"
+    datastore, theirs = Datastore.open(config.datastore), folder / "theirs"
+    tokens = int(sum(datastore.manifest["splits"]["train"]["tokens"]))
     say(f"{tokens:,} tokens; sorting by infini-gram")
-    dtype = write_tokens(train, theirs)
+    dtype = write_tokens(datastore.train, theirs)
     built = {"infini-gram": build_theirs(python, theirs, dtype)}
     say("sorting here")
     built["retro"] = measured("index", str(folder / "config.toml"), "--stage", "suffixes", "--rebuild")
     sizes = {"infini-gram": (theirs / "table.0").stat().st_size, "retro": artifact_bytes(config.datastore)["suffixes"]}
-    if limit.left < sum(one["seconds"] for one in built.values()):
+    if limit.left <= 0:
         say("no time is left for questions: raise --minutes")
         return {"tokens": tokens, "chunk": chunked, "built": built, "bytes": sizes}
-    texts, grams = questions(Datastore.open(config.datastore).valid, number)
-    asked = {"folder": str(theirs), "vocabulary": train.vocab_size, "dtype": dtype, "texts": texts, "grams": grams}
+    texts, grams = questions(datastore.valid, number)
+    asked = {
+        "folder": str(theirs),
+        "vocabulary": datastore.train.vocab_size,
+        "dtype": dtype,
+        "texts": texts,
+        "grams": grams,
+    }
     answered = subprocess.run(
         [str(python), "-c", _ASK], input=json.dumps(asked), capture_output=True, text=True, check=True
     )
@@ -180,12 +165,10 @@ def measure(files: list[Path], folder: Path, python: Path, number: int, limit: B
         "infini-gram": json.loads(answered.stdout.splitlines()[-1]),
         "retro": ask_ours(config.datastore, texts, grams),
     }
-    equal = {
-        name: sum(
-            ours == other for ours, other in zip(*(found[name]["found"] for found in answers.values()), strict=True)
-        )
-        for name in answers["retro"]
-    }
+    equal = {}
+    for name in answers["retro"]:
+        pairs = zip(*(found[name]["found"] for found in answers.values()), strict=True)
+        equal[name] = sum(theirs == ours for theirs, ours in pairs)
     times = {who: {name: answer["microseconds"] for name, answer in found.items()} for who, found in answers.items()}
     return {
         "tokens": tokens,

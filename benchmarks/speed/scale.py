@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,15 +145,18 @@ def planned(results: dict[str, Any], name: str) -> float:
 
 
 def measured(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
-    """Run a command of the command line; return its seconds, its CPU seconds, and the peak memory of its processes in
-    bytes.
+    """`measured_process` of `retro` with some arguments."""
+    return measured_process([sys.executable, "-m", "pipelines.cli", *arguments], kill_after)
+
+
+def measured_process(command: Sequence[str], kill_after: float | None = None) -> dict[str, float]:
+    """Run a command; return its seconds, its CPU seconds, and the peak memory of its processes in bytes.
 
     Args:
-        arguments: of `retro`.
+        command: of a program that says what is wrong if it fails.
         kill_after: seconds until SIGKILL.
     """
     started, cpu, peak, killed = time.perf_counter(), _children_seconds(), 0, False
-    command = [sys.executable, "-m", "pipelines.cli", *arguments]
     with subprocess.Popen(command, start_new_session=True) as process:
         while process.poll() is None:
             peak = max(peak, session_bytes(process.pid))
@@ -162,9 +165,9 @@ def measured(*arguments: str, kill_after: float | None = None) -> dict[str, floa
                 killed = True
             time.sleep(0.1)
     if process.returncode and not killed:
-        raise SystemExit(process.returncode)  # it has said why
+        raise SystemExit(process.returncode)
     if kill_after is not None and not killed:
-        say(f"ended before it was killed: {' '.join(arguments)}")
+        say(f"ended before it was killed: {' '.join(command)}")
     spent = {"seconds": time.perf_counter() - started, "cpu_seconds": _children_seconds() - cpu}
     return {**spent, "peak_bytes": peak}
 
