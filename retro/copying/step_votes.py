@@ -96,9 +96,8 @@ class StepVotes:
         _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
         return tuple(trust[0, -1].tolist())
 
-    def retrieved_shares(self, row: Row, vocabulary: TokenLosses) -> Tensor:
-        """How much of the probability of each next token of a text was copied from sources of retrieval: float32 [t],
-        0 to 1.
+    def copied_shares_of(self, row: Row, vocabulary: TokenLosses) -> Tensor:
+        """As `copied_shares`, for all next tokens of a text: float32 [t].
 
         Args:
             row: the text. Its trust counts after all tokens.

@@ -222,8 +222,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             return [list(self._runs(text.row.tokens, text.prompt, 0, least)) for text in self._texts]
         found = []
         for row in sequences.cpu().numpy().astype(np.int64):
-            padding, prompt = self._prompt_of(row)
-            found.append(list(self._runs(row[padding:], prompt, padding, least)))
+            text = self._text_of(row)
+            found.append(list(self._runs(row[text.padding :], text.prompt, text.padding, least)))
         return found
 
     @torch.no_grad()
@@ -241,17 +241,18 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             raise InputError(
                 "copied_tokens needs the model: DatastoreLogitsProcessor.open(datastore, tokenizer, model)."
             )
-        found = []
-        for row in sequences.cpu().numpy().astype(np.int64):
-            padding, prompt = self._prompt_of(row)
-            text = self.row(row[padding:], self._trust_of(row[padding : padding + prompt]), self.copy_strength)
-            if self._retriever is not None:
-                find_neighbors([text], self._head.chunk_length)
-            vocabulary = self._vocabulary(text)
-            shares = self._votes_on(vocabulary.nats.device).retrieved_shares(text, vocabulary).cpu().numpy()
-            is_generated = text.tokens[max(1, prompt) :] != self._pad_id
-            found.append(float(shares[max(1, prompt) - 1 : -1][is_generated].sum()))
-        return found
+        return [self._copied_tokens(row) for row in sequences.cpu().numpy().astype(np.int64)]
+
+    def _copied_tokens(self, sequence: np.ndarray) -> float:
+        begun = self._text_of(sequence)
+        text, first = self.row(sequence[begun.padding :], begun.row.trust, self.copy_strength), max(1, begun.prompt)
+        if len(text.tokens) <= first:
+            return 0.0
+        if self._retriever is not None:
+            find_neighbors([text], self._head.chunk_length)
+        vocabulary = self._vocabulary(text)
+        shares = self._votes_on(vocabulary.nats.device).copied_shares_of(text, vocabulary)[first - 1 : -1]
+        return float(shares.cpu().numpy()[text.tokens[first:] != self._pad_id].sum())
 
     # --- texts --------------------------------------------------------------------------------------------------------
 
@@ -335,13 +336,16 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         """The text as a new prompt."""
         return _Read(self.row(tokens, copy_strength=self.copy_strength), len(tokens), padding)
 
-    def _prompt_of(self, row: np.ndarray) -> tuple[int, int]:
-        """Padding and tokens of the prompt of a generated sequence [T], as `generate` returns it."""
+    def _text_of(self, sequence: np.ndarray) -> _Read:
+        """The text of the last step that became a generated sequence [T], as `generate` returns it; one without a
+        prompt if there is none."""
         for text in self._texts:
             begin, stop = text.padding, text.padding + text.prompt
-            if (row[:begin] == self._pad_id).all() and np.array_equal(row[begin:stop], text.row.tokens[: text.prompt]):
-                return text.padding, text.prompt
-        return int(self._padding_of(row[None])[0]), 0
+            prompt = text.row.tokens[: text.prompt]
+            if (sequence[:begin] == self._pad_id).all() and np.array_equal(sequence[begin:stop], prompt):
+                return text
+        padding = int(self._padding_of(sequence[None])[0])
+        return _Read(self.row(sequence[padding:]), 0, padding)
 
     def row(self, tokens: np.ndarray, trust: tuple[float, ...] = START, copy_strength: float = 1.0) -> Row:
         """A text int64 [t] for `mix_rows`."""
@@ -361,12 +365,6 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
         vocabulary = self._vocabulary(end)
         return self._votes_on(vocabulary.nats.device).trust(end, vocabulary)
-
-    def _trust_of(self, prompt: np.ndarray) -> tuple[float, ...]:
-        """The trust that a prompt has earned in the last call of `generate`."""
-        same = (text for text in self._texts if np.array_equal(text.row.tokens[: text.prompt], prompt))
-        text = next(same, None)
-        return START if text is None else text.row.trust
 
     def _vocabulary(self, row: Row) -> TokenLosses:
         """The model's losses [1, t] of the tokens after those of a text."""
