@@ -40,7 +40,8 @@ class Verb:
         run: function that receives the positional arguments and the settings, and returns the exit status.
         settings: type of the settings.
         positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]`
-            is optional, and `CORPUS` names text in its place. A single name that ends in `…` takes one or more arguments as a list.
+            is optional, and `CORPUS` names text in its place. A single name that ends in `…` takes one or more
+            arguments as a list.
         resumes: the same command continues the work of one that was stopped.
     """
 
@@ -185,7 +186,8 @@ usage: retro VERB ARGUMENTS [--options]        `retro VERB --help` lists the opt
 
 {verbs}
 
-CONFIG is a TOML file of settings, CORPUS a file, folder, glob or URL of text. An option such as `--train.lr 1e-3` overrides the key `lr` of its section [train].
+CONFIG is a TOML file of settings. An option such as `--train.lr 1e-3` overrides the key `lr` of its section [train].
+CORPUS is a file, folder, glob or URL of text.
 CHECKPOINT is a run's folder (its newest checkpoint), RUN@best (lowest bits per byte on held-out documents), the folder of
 one checkpoint, or an exported file. DATASTORE is a folder or a URL such as s3://bucket/name."""
 
@@ -266,9 +268,10 @@ def run_verb(arguments: Sequence[str]) -> int:
     from pipelines.cli.settings.load import load  # `retro --help` needs no pydantic
 
     run, settings = verb.load()
-    if verb.positional[:1] and "CONFIG" in verb.positional[0]:
+    kinds = verb.positional[0].strip("[]").split("|") if verb.positional else []
+    if "CONFIG" in kinds:
         file = Path(given[0]) if given else None
-        if file is not None and "CORPUS" in verb.positional[0] and file.suffix != SETTINGS_SUFFIX:
+        if file is not None and "CORPUS" in kinds and file.suffix != SETTINGS_SUFFIX:
             options, file = options_of_corpus(given[0], options), None
         loaded = load(settings, file, options, verb=usage)
         with _named_while_running(name):

@@ -196,7 +196,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Read the complete lines of a run's `metrics.jsonl`. A last line that is partly written is left out.
 
     Raises:
-        InputError: a line is not JSON, or has no step.
+        InputError: a line is not JSON, or lacks its step or number of tokens.
     """
     path = run / "metrics.jsonl"
     whole = path.read_text().split("\n")[:-1] if path.exists() else []
