@@ -168,6 +168,12 @@ def _rows(
             begin = 0
             while begin < batch.num_rows:
                 rows = _slice_rows(list(columns.values()), begin, batch.num_rows - begin)
+                size = sum(_shared_bytes(column.slice(begin, 1)) for column in columns.values()) if rows == 1 else 0
+                if size > settings.max_line_bytes:  # before it exists
+                    if record >= request.start:
+                        _report_long(request, record, size)
+                    begin, record = begin + 1, record + 1
+                    continue
                 values = {key: _values(column.slice(begin, rows)) for key, column in columns.items()}
                 for row in range(rows):
                     if request.stop is not None and record >= request.stop:
@@ -191,11 +197,16 @@ def _bounded_document(
 ) -> Iterator[Document]:
     size, limit = sum(map(_size, fields.values())), request.settings.max_line_bytes
     if size > limit:
-        request.report(
-            "long record", record + 1, f"{size:,} bytes, more than corpus.max_line_bytes = {limit:,}; it is left out"
-        )
+        _report_long(request, record, size)
     else:
         yield from record_document(fields, request, record, 0, names)
+
+
+def _report_long(request: ReadRequest, record: int, size: int) -> None:
+    limit = request.settings.max_line_bytes
+    request.report(
+        "long record", record + 1, f"{size:,} bytes, more than corpus.max_line_bytes = {limit:,}; it is left out"
+    )
 
 
 def _size(value: Any) -> int:
@@ -219,13 +230,46 @@ def _python_bytes(column: Any) -> int:
     object."""
     import pyarrow as pa
 
-    kind = column.type
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(column.type):
         return 0
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):  # several rows may view the same bytes
+    return int(column.nbytes) + _shared_bytes(column)
+
+
+def _shared_bytes(column: Any) -> int:
+    """Bytes of the values of a column that may share stored bytes, also inside structs and lists: each counts."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if not _has_shared(kind):
+        return 0
+    if pa.types.is_dictionary(kind):
+        return int(pc.sum(_sizes(column.dictionary).take(column.indices)).as_py() or 0)
+    if pa.types.is_run_end_encoded(kind):
+        return len(column) * int(pc.max(_sizes(column.values)).as_py() or 0)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         lengths = np.frombuffer(column.buffers()[1], "<i4")[::4]  # a view has 16 bytes, and begins with its length
         return int(lengths[column.offset : column.offset + len(column)].sum(dtype=np.int64))
-    return column.nbytes * (len(column) if _has_shared(kind) else 1)
+    parts = column.flatten()  # of the slice: the fields of a struct, the values of lists
+    return sum(map(_shared_bytes, parts if isinstance(parts, list) else [parts]))
+
+
+def _sizes(values: Any) -> Any:
+    """About how many bytes each of some values has, int64 [n]: strings exactly, others at most all of them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = values.type
+    if any(
+        test(kind)
+        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    ):
+        return pc.binary_length(values).cast(pa.int64())
+    try:
+        size = kind.bit_width // 8
+    except ValueError:  # lists, views …
+        size = int(values.nbytes)
+    return pa.array(np.full(len(values), size, np.int64))
 
 
 def _has_shared(kind: Any) -> bool:

@@ -93,6 +93,18 @@ def test_a_row_above_the_limit_is_left_out_and_reported_by_row(tmp_path: Path, s
     assert problems[0].detail == "101 bytes, more than corpus.max_line_bytes = 100; it is left out"
 
 
+@pytest.mark.parametrize("nested", ["list", "struct of lists"])
+def test_a_row_that_repeats_a_shared_value_is_left_out_before_it_exists(tmp_path: Path, nested: str) -> None:
+    shared = pa.DictionaryArray.from_arrays(pa.array([0, 1] + [1] * 200_000, pa.int32()), [b"tag", b"x" * 100_000])
+    tags = pa.ListArray.from_arrays([0, 2, len(shared)], shared)  # 100 kB, and 20 GB
+    column = tags if nested == "list" else pa.StructArray.from_arrays([tags], ["tags"])
+    write_arrow(tmp_path / "d.arrow", pa.table({"text": ["a", "b"], "tags": column}))
+    documents, problems = read(tmp_path / "d.arrow", metadata_keys=("tags",))
+    assert [each.text for each in documents] == ["a"]
+    assert [(each.kind, each.line) for each in problems] == [("long record", 2)]
+    assert "20,000,000,000 bytes" in problems[0].detail
+
+
 def test_a_damaged_footer_is_reported_and_never_raised(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", pa.table({"text": ["some", "words"] * 20, "id": range(40)}))
     data, generator = path.read_bytes(), random.Random(0)
