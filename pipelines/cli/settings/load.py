@@ -150,7 +150,8 @@ def _options(
     """
     values: dict[str, Any] = {}
     rest = list(arguments)
-    more = f"`retro {verb} --help` lists every option."
+    # Without names of arguments: a shell would take the `|` of some for a pipe.
+    more = f"`retro {' '.join(takewhile(str.islower, verb.split()))} --help` lists every option."
     while rest:
         option, equals, value = rest.pop(0).partition("=")
         # One that begins with a single hyphen is a word: a negative number.
@@ -205,6 +206,9 @@ def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Cal
         near = difflib.get_close_matches(key, names)
     if near:
         return f" Did you mean {' or '.join(map(shown, near))}?"
+    if not siblings:
+        sections = dict.fromkeys(leaf.partition(".")[0] for leaf in names if "." in leaf)
+        return f" Accepted sections: {', '.join(sections)}."
     return (
         f" Accepted {f'in {section}' if section else 'outside sections'}: {', '.join(map(shown, siblings.values()))}."
     )

@@ -235,7 +235,8 @@ def test_missing_file_and_binary_file_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--train.lrr 1e-3", ["--train.lrr.", "Did you mean --train.lr?", "retro train CONFIG --help"]),
+        ("--train.lrr 1e-3", ["--train.lrr.", "Did you mean --train.lr?", "`retro train --help`"]),
+        ("--xx.yy 1", ["--xx.yy.", "Accepted sections: train"]),
         ("--lr=1", ["--lr.", "--train.lr?"]),
         ("--train.log-too x", ["Did you mean --train.log-to"]),
         ("--train.warmup 1", ["--train.warmup", "train: --train.steps, --train.lr"]),
