@@ -95,7 +95,6 @@ def test_counts_by_length_equal_a_loop() -> None:
 
 
 @pytest.mark.slow  # the compiler for C++
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_compiled_counts_are_equal_and_queries_without_positions_have_none() -> None:
     nothing = Matches(torch.full((2, 3, 64), -1, dtype=torch.int8), torch.zeros(2, 64, dtype=torch.int64))
     compiled, labels = torch.compile(counts_by_length, fullgraph=True), torch.zeros(2, 3, dtype=torch.int64)

@@ -205,7 +205,6 @@ def test_learned_positions_encode_the_order_of_neighbor_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("scheme", ["alibi", "learned"])
 def test_attention_options_compile_without_graph_breaks(scheme):
     model, (tokens, neighbors, lengths) = build(scheme, num_layers=2, **{"retrieval.cca_layers": (2,)}), batch()

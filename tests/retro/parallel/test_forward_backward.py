@@ -66,7 +66,6 @@ def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts", "datastore"])
 def test_every_model_is_one_graph(scheme: str) -> None:
     """A value that the host reads (`item`, `if`) and a shape that depends on values would each break the graph."""

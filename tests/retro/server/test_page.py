@@ -121,6 +121,19 @@ def test_every_view_is_usable_by_keyboard(open_page, url: str) -> None:
     expect(page.locator("#status")).to_contain_text("found")
 
 
+def test_a_view_that_was_left_announces_nothing(open_page, url: str) -> None:
+    page, held = open_page(url + form_of("generation")), []
+    page.route("**/generate", lambda route: held.append(route), times=2)
+    with page.expect_request("**/generate"):
+        submit(page, "generation", TEXT)
+    page.locator("#tab-neighbors").click()
+    expect(page.locator("#status")).to_contain_text("found")
+    for each in held:
+        each.continue_()
+    expect(page.locator("#generation .stop")).to_have_count(0)  # both texts are complete
+    assert "found" in page.locator("#status").text_content()
+
+
 def expect_server_details(page: Page) -> None:
     """Expect the server's details: in the header, in the filters and in the limits of the fields."""
     expect(page.locator(".served")).to_contain_text("chunks")

@@ -324,7 +324,6 @@ def assert_learns_as_uncompiled(config: Config, run_folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_a_compiled_and_checkpointed_model_learns_the_same(compiled: Config, tmp_path: Path) -> None:
     config = replace(compiled, parallel=replace(compiled.parallel, activation_checkpointing="selective"))
     assert_learns_as_uncompiled(config, tmp_path / "plain")

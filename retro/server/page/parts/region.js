@@ -18,13 +18,13 @@ export async function fill(region, label, work) {
   running.set(region, control);
   region.setAttribute("aria-busy", "true");
   region.replaceChildren(skeleton(label));
-  announce(label);
+  announce(label, region);
   try {
     const { nodes, summary, focus } = await work(control.signal);
     if (control.signal.aborted) return;
     region.replaceChildren(...nodes);
     focus?.focus();
-    announce(summary);
+    announce(summary, region);
   } catch (error) {
     if (control.signal.aborted) return;
     region.replaceChildren(problem(error, () => fill(region, label, work)));
@@ -32,9 +32,14 @@ export async function fill(region, label, work) {
   region.setAttribute("aria-busy", "false");
 }
 
-/** Announce a message to screen readers. @param {string} message */
-export function announce(message) {
-  document.getElementById("status").textContent = message;
+/**
+ * Announce a message to screen readers. A view that the user has left is silent.
+ *
+ * @param {string} message
+ * @param {HTMLElement} region what the message is about
+ */
+export function announce(message, region) {
+  if (!region.closest("[hidden]")) document.getElementById("status").textContent = message;
 }
 
 /**

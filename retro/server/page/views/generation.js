@@ -31,7 +31,7 @@ async function generate(values) {
   const modes = await modesOfModel();
   if (own !== control) return;
   const request = requestOf(values);
-  announce("Writing with and without neighbors.");
+  announce("Writing with and without neighbors.", view);
   const read = readChunks(request.prompt);
   const panes = modes.map((retrieval) =>
     pane({ ...request, retrieval, return_sources: retrieval }, () => generate(values), retrieval ? read.add : () => {}),
@@ -48,7 +48,7 @@ async function generate(values) {
   stop.remove();
   if ((await served()).trace) for (const { card, answer } of panes) card.append(traceLink(answer().text));
   if (modes[0]) about.replaceChildren(...difference(markDifference(cards)));
-  announce(own.signal.aborted ? "Stopped." : "Both texts are complete.");
+  announce(own.signal.aborted ? "Stopped." : "Both texts are complete.", view);
 }
 
 /** The first words that differ, in a sentence. */
