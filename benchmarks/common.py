@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from indexing.machine import has_bfloat16
+from indexing.machine import onednn_has_bfloat16, resolve
+from indexing.measured import fastest_products
 from pipelines.cli.results import Table
 from retro.device import Placement, choose_placement
 
@@ -147,13 +148,19 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=choices,
         default="auto",
-        help="auto: bfloat16 if the hardware multiplies it fast, else float32",
+        help="auto: bfloat16 if the device is faster with it, else float32",
     )
 
 
 def placement(precision: Any = "auto", device: str = "auto") -> Placement:
-    """Choose device and precision as training does: `auto` is bfloat16 if the hardware supports it, else float32."""
+    """Choose device and precision as evaluation does."""
     return choose_placement(device, precision)
+
+
+def training_placement(precision: Any = "auto", device: str = "auto") -> Placement:
+    """Choose device and precision as training does."""
+    chosen = fastest_products("training", resolve(device)) if precision == "auto" else precision
+    return choose_placement(device, chosen)
 
 
 def percent(change: Sequence[float]) -> str:
@@ -188,5 +195,5 @@ def machine() -> str:
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bfloat16("cpu") else "")
+    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if onednn_has_bfloat16() else "")
     return f"{names[0] if names else platform.processor()}, {instructions}"

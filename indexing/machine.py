@@ -210,15 +210,6 @@ def resolve(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def has_bfloat16(device: str) -> bool:
-    """True if the device multiplies bfloat16 matrices in hardware: CUDA since Ampere, CPUs with AMX or AVX512-BF16."""
-    import torch
-
-    if device.startswith("cuda"):
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return onednn_has_bfloat16() and bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-
-
 def onednn_has_bfloat16() -> bool:
     """True if oneDNN, which multiplies matrices for PyTorch on a CPU, has kernels in bfloat16 for this one.
 

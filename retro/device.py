@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from indexing.machine import Precision, has_bfloat16, keep_freed_memory, resolve
+from indexing.machine import Precision, keep_freed_memory, resolve
+from indexing.measured import fastest_products
 from indexing.store.errors import InputError
 from retro.batch.inputs import Inputs
 
@@ -100,16 +101,14 @@ class Placement:
 def choose_placement(device: str, precision: Precision) -> Placement:
     """Resolve device and precision.
 
-    Device `auto` is CUDA if available. Precision `auto` is bfloat16 on hardware with bfloat16 matrix products, which
-    includes CPUs with AMX or AVX512-BF16, and float32 elsewhere. On CUDA this also sets for the process whether float32
-    products use TensorFloat-32, and which kernels compute attention.
+    Device `auto` is CUDA if available. Precision `auto` is bfloat16 on CUDA devices with it and on CPUs that were
+    measured to be faster with it, and float32 elsewhere. On CUDA this also sets for the process whether float32 products
+    use TensorFloat-32, and which kernels compute attention.
 
     Raises:
         InputError: the machine has no CUDA device, or the device has no TensorFloat-32, and the settings name one.
     """
-    chosen = resolve(device)
-    if chosen.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
+    chosen = _existing(device)
     if precision == "tf32" and not _has_tf32(chosen):
         raise InputError(
             f"train.precision = 'tf32': the device {chosen!r} has no TensorFloat-32. It needs an NVIDIA GPU of the Ampere "
@@ -121,8 +120,15 @@ def choose_placement(device: str, precision: Precision) -> Placement:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         choose_attention_kernels()
     if precision == "auto":
-        precision = "bfloat16" if has_bfloat16(chosen) else "float32"
+        precision = fastest_products("inference", chosen)
     return Placement(torch.device(chosen), _TYPES.get(precision, torch.float32))
+
+
+def _existing(device: str) -> str:
+    chosen = resolve(device)
+    if chosen.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device = {device!r}: this machine has no CUDA device; use 'auto' or 'cpu'.")
+    return chosen
 
 
 def choose_attention_kernels() -> None:
@@ -136,23 +142,22 @@ def choose_attention_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def choose_training_placement(device: str, precision: Precision) -> Placement:
-    """Resolve device and precision of this process and set torch up for training.
+def training_device(device: str) -> torch.device:
+    """Resolve the device of this process and set torch up for training on it.
 
     A process that torchrun started uses the GPU of its local rank. On a CPU, freed memory stays in the process.
 
-    Args:
-        device: `auto`, `cpu`, `cuda` …
-        precision: of matrix products.
+    Raises:
+        InputError: the machine has no CUDA device, and `device` names one.
     """
     if device in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-    placement = choose_placement(device, precision)
-    if placement.device.type == "cpu":
+    chosen = torch.device(_existing(device))
+    if chosen.type == "cpu":
         keep_freed_memory()
-    elif placement.device.index is not None:
-        torch.cuda.set_device(placement.device)
-    return placement
+    elif chosen.index is not None:
+        torch.cuda.set_device(chosen)
+    return chosen
 
 
 def choose_inference_placement(device: str, precision: Precision) -> Placement:

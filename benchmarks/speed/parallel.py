@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import add_minutes, add_precision, agreed, budget, placement, say, seconds, write
+from benchmarks.common import add_minutes, add_precision, agreed, budget, say, seconds, training_placement, write
 from benchmarks.speed.traffic import Communication
 from indexing.store.errors import InputError
 from retro.batch.inputs import Inputs
@@ -361,7 +361,7 @@ def main() -> None:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
     cuda = torch.cuda.is_available()
-    placed = placement(options.precision, f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+    placed = training_placement(options.precision, f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(placed.device)
     else:

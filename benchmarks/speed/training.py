@@ -6,7 +6,7 @@ python -m benchmarks.speed.training [--rounds 5] [--steps 1] [--precision auto] 
 Every case runs in a separate process, so that memory is measured separately. Rounds alternate between the cases,
 because shared machines drift; ratios within a run are reliable. A step is forward, loss, backward, clipping and AdamW,
 on one batch of random tokens that all cases with the same shape use. The ratio of a case is relative to the first case
-with its shape. Matrix products use bfloat16 if the hardware multiplies it fast, otherwise float32. On a CUDA device the
+with its shape. Matrix products use bfloat16 if the device is faster with it, otherwise float32. On a CUDA device the
 models have the paper's sizes instead. With a datastore, the data path is measured too: one process makes batches,
 without training.
 """
@@ -28,7 +28,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Budget, add_cases, add_minutes, add_precision, budget, placement, say, seconds, write
+from benchmarks.common import (
+    Budget,
+    add_cases,
+    add_minutes,
+    add_precision,
+    budget,
+    say,
+    seconds,
+    training_placement,
+    write,
+)
 from indexing.machine import keep_freed_memory
 from retro.batch.inputs import Inputs
 from retro.data.batches import TrainingData
@@ -172,7 +182,7 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], 
 def work(case: Case, precision: str, steps: int, turns: Connection) -> None:
     """Create a model, then send the seconds per step for every turn, and at the end the memory. Runs in a process."""
     torch.manual_seed(0)
-    placed = placement(case.precision or precision)
+    placed = training_placement(case.precision or precision)
     try:
         step, parameters = (our_step if case.ours else their_step)(case, placed)
         resting = _memory(placed)
@@ -212,7 +222,7 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: B
     times: dict[str, list[float]] = {case.name: [] for case, _, _ in running}
     peaks = []
     for _ in limit.rounds(count):
-        peaks.append(peak_flops(placement(precision)))  # measured on a CPU, so it drifts with the machine
+        peaks.append(peak_flops(training_placement(precision)))  # measured on a CPU, so it drifts with the machine
         for case, turns, _ in running:
             turns.send(True)
             times[case.name].append(turns.recv())
@@ -261,7 +271,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmark-training.json"))
     options = parser.parse_args()
     limit = budget(options)
-    placed = placement(options.precision)
+    placed = training_placement(options.precision)
     device = placed.device.type
     chosen = [
         case

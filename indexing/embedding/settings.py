@@ -39,7 +39,7 @@ class EmbedderSettings:
     pooling: Literal["auto", "mean", "cls"] = "auto"
     """Transformer: `auto` uses the setting of a sentence-transformers folder, and `mean` without one."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Transformer: `auto` is bfloat16 if the hardware supports it, else float32."""
+    """Transformer: `auto` is bfloat16 if the device is faster with it, else float32."""
     device: str = "auto"
     """Transformer: `auto`, `cpu`, `cuda`, `cuda:1` …"""
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from indexing.embedding.settings import EmbedderSettings, unit
-from indexing.machine import has_bfloat16, resolve
+from indexing.machine import resolve
+from indexing.measured import fastest_products
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json
@@ -35,10 +36,10 @@ class TransformerEmbedder:
         path = model_path(settings.path)
         self.decode = decode
         self.device = resolve(settings.device)
-        low = settings.precision == "bfloat16" or (settings.precision == "auto" and has_bfloat16(self.device))
+        precision = settings.precision if settings.precision != "auto" else fastest_products("inference", self.device)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            model = transformers.AutoModel.from_pretrained(path, dtype=torch.bfloat16 if low else torch.float32)
+            model = transformers.AutoModel.from_pretrained(path, dtype=getattr(torch, precision))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"embedder.path = {settings.path!r}: transformers cannot load a model from it ({error})."

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from typing_extensions import TypedDict
 
+from indexing.machine import Precision
 from indexing.progress import during
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
@@ -76,6 +77,7 @@ class Checkpoint:
         scaler: state of the loss scaler; empty if there was none.
         skipped: number of `steps` skipped because of an overflow, and of `batches` that were not finite.
         mesh_dims: number of processes along each dimension of the mesh; empty if there was one process.
+        precision: of the products of its training, not `auto`; None if not recorded.
     """
 
     path: Path
@@ -95,6 +97,7 @@ class Checkpoint:
     scaler: dict[str, Any]
     skipped: dict[str, int]
     mesh_dims: dict[str, int]
+    precision: Precision | None
 
     @property
     def lora(self) -> LoraSettings:
@@ -278,6 +281,7 @@ class _State(TypedDict):
     scaler: NotRequired[dict[str, float]]
     skipped: NotRequired[_Skipped]
     mesh_dims: NotRequired[dict[str, _Count]]
+    precision: NotRequired[Precision]
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -377,6 +381,7 @@ def of_state(
         scaler=state.get("scaler", {}),
         skipped=state.get("skipped", {"steps": 0, "batches": 0}),
         mesh_dims=state.get("mesh_dims", {}),
+        precision=state.get("precision"),
     )
 
 

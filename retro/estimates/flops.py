@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from indexing.machine import has_bfloat16
+from indexing.machine import onednn_has_bfloat16
 from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.device import Placement
 from retro.model_settings import ModelSettings
@@ -133,7 +133,7 @@ def peak_flops(placement: Placement) -> float:
         return measured_flops(placement, 8192)
     # A CPU without instructions for a dtype multiplies at a hundredth of the rate: the large product would take
     # minutes.
-    fast = placement.dtype == torch.float32 or (placement.dtype == torch.bfloat16 and has_bfloat16("cpu"))
+    fast = placement.dtype == torch.float32 or (placement.dtype == torch.bfloat16 and onednn_has_bfloat16())
     return measured_flops(placement, 2048 if fast else 256)
 
 

@@ -3,14 +3,18 @@
 run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 """
 
+import contextlib
 import logging
 import math
 import shutil
 from pathlib import Path
 from typing import Any, NotRequired  # pydantic needs these before Python 3.12
 
+import torch
 from typing_extensions import TypedDict
 
+from indexing.machine import Precision, onednn_has_bfloat16
+from indexing.measured import fastest_products
 from indexing.store.artifact import verify
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json, read_json
@@ -80,6 +84,28 @@ def last_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)  # from an earlier resume
         folder.rename(aside)
     return checkpoint
+
+
+def precision_of(run: Path, precision: Precision, device: torch.device) -> Precision:
+    """The precision of a run's products. `auto` is that of its checkpoints, and in a new run the faster one.
+
+    A run that began in bfloat16 goes on in float32 where the processor cannot multiply it, with a warning.
+    """
+    if precision != "auto":
+        return precision
+    kept = _kept_precision(run)
+    if kept == "bfloat16" and device.type == "cpu" and not onednn_has_bfloat16():
+        log.warning("%s was trained in bfloat16, which this processor cannot multiply: it goes on in float32", run)
+        return "float32"
+    return kept or fastest_products("training", str(device))
+
+
+def _kept_precision(run: Path) -> Precision | None:
+    """The precision that the newest readable checkpoint names."""
+    for folder in reversed(checkpoints.finished(run)):
+        with contextlib.suppress(InputError, OSError):  # a damaged one
+            return checkpoints.read(folder).precision
+    return None
 
 
 def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, str]]:

@@ -68,8 +68,8 @@ class TrainSettings:
     a frozen decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter (`lora.rank`) or a prefix
     (`model.attention.prefix_tokens`)."""
     precision: Precision = "auto"
-    """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the hardware multiplies it fast, else
-    float32. `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""
+    """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the device is faster with it, else
+    float32; a CPU is measured once. `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""
     on_nan: OnNan = "stop"
     """If loss or gradient are not finite: `stop` before the update and save a checkpoint, or `skip` the batch and
     continue. In both cases `bad_batches/` in the run's folder names the samples, chunks and documents."""

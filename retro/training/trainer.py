@@ -34,7 +34,7 @@ from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.data.loader import load
-from retro.device import choose_training_placement
+from retro.device import choose_placement, training_device
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
 from retro.model_settings import ModelSettings, from_json
@@ -44,7 +44,14 @@ from retro.training.initial_weights import load_initial_adapter, load_initial_we
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
 from retro.training.optimizer import learning_rate_factors, make_optimizer
-from retro.training.run_folder import better, last_checkpoint, read_evaluation, read_metrics, read_sections
+from retro.training.run_folder import (
+    better,
+    last_checkpoint,
+    precision_of,
+    read_evaluation,
+    read_metrics,
+    read_sections,
+)
 from retro.training.run_settings import RunSettings
 from retro.training.settings import OnNan, TrainSettings
 from retro.training.signals import Stopped, signals_as_requests
@@ -123,9 +130,12 @@ class Trainer:
         status("opening the data and the model")
         _warn_of_short_warmup(settings.train)
         self.run, self.advance = run, advance
-        self.placement = choose_training_placement(settings.train.device, settings.train.precision)
-        self.processes = Processes(settings.parallel, self.placement.device)
+        device = training_device(settings.train.device)
+        self.processes = Processes(settings.parallel, device)
         self.group = open_group()
+        # What the first process measures, or measured when the run began, holds for all.
+        self.precision = on_first(self.group, lambda: precision_of(run, settings.train.precision, device))
+        self.placement = choose_placement(str(device), self.precision)
         check_parallel(settings.lora, settings.parallel)
         # The base and the datastore decide sizes of the model, so the task opens with the base's settings and completes
         # them.
@@ -318,6 +328,7 @@ class Trainer:
             "settings": self._recorded_settings() | _imported(last or initial),
             "datastores": self.task.data.fingerprints,
             "mesh_dims": self.processes.mesh_dims,
+            "precision": self.precision,
             "started_from": started_from,
             "num_ids": self.task.num_ids,
             "tokenizer": self.task.tokenizer,

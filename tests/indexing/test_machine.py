@@ -1,4 +1,4 @@
-"""Memory under limits of control groups, work on several threads, and devices that multiply bfloat16."""
+"""Memory under limits of control groups, and work on several threads."""
 
 import importlib.util
 import json
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from indexing.machine import (
     choose_blas_kernels,
     compiled,
     for_each,
-    has_bfloat16,
     map_ahead,
     one_thread_each,
     usable_memory,
@@ -192,16 +190,6 @@ def test_the_lowest_limit_counts(tmp_path: Path, membership: str, limits: dict[s
 
 def test_a_machine_without_control_groups_has_its_memory(tmp_path: Path) -> None:
     assert usable_memory(tmp_path / "none", tmp_path) == MACHINE
-
-
-@pytest.mark.parametrize(("major", "has"), [(7, False), (8, True), (9, True)])
-def test_gpu_that_emulates_bfloat16_does_not_count(monkeypatch: pytest.MonkeyPatch, major: int, has: bool) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(major=major, minor=0))
-    monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda _: True)  # as for V100 and T4
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert has_bfloat16("cuda") == has
 
 
 @pytest.mark.parametrize(

@@ -191,10 +191,8 @@ def faiss_conflicts(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]
 
 
 def check_devices() -> list[Finding]:
-    """CUDA devices and fast precisions."""
+    """CUDA devices, and the precisions that are faster on the CPU."""
     import torch
-
-    from indexing.machine import has_bfloat16
 
     findings = []
     for index in range(torch.cuda.device_count()):
@@ -202,8 +200,22 @@ def check_devices() -> list[Finding]:
         findings.append(Finding("ok", f"cuda:{index}", f"{properties.name}, {human_bytes(properties.total_memory)}"))
     if not findings:
         findings.append(Finding("ok", "cuda", "no device: training and embedding run on the CPU"))
-    precision = "bfloat16 in hardware" if has_bfloat16("cpu") else "no fast bfloat16: float32 is used"
-    return [*findings, Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {precision}")]
+    return [*findings, Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {_precisions()}")]
+
+
+def _precisions() -> str:
+    """What `auto` is on this CPU, with the times that decided."""
+    from indexing.machine import onednn_has_bfloat16
+    from indexing.measured import QUESTIONS, best_of, cache_file, measured
+
+    if not onednn_has_bfloat16():
+        return "no products in bfloat16: float32 is used"
+    found = []
+    for question in QUESTIONS:
+        times = measured(question)
+        shown = ", ".join(f"{way} {milliseconds:.1f} ms" for way, milliseconds in times.items())
+        found.append(f"{best_of(times)} is used in {question} ({shown})")
+    return f"{'; '.join(found)}: measured once, kept in {cache_file()}"
 
 
 def check_threads(usable: Collection[str]) -> Finding:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from indexing import machine
+from indexing import measured
 from indexing.embedding.lexical import token_weights
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.exact_search import exact_search
@@ -33,7 +33,7 @@ def config_of(folder: Path, *files: Path) -> Config:
 def ordered(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     folder = tmp_path_factory.mktemp("ordered")
     with pytest.MonkeyPatch.context() as patch:  # the same candidates on all processors
-        patch.setattr(machine, "has_bfloat16", lambda _: False)
+        patch.setattr(measured, "fastest_products", lambda *_: "float32")
         return build_local(config_of(folder, write_corpus(folder / "a.jsonl", 90)))
 
 

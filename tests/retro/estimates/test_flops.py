@@ -107,7 +107,7 @@ def measured_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_cpu_measures_large_products_only_in_fast_types(
     measured_sizes: list[int], monkeypatch: pytest.MonkeyPatch, has: bool
 ) -> None:
-    monkeypatch.setattr("retro.estimates.flops.has_bfloat16", lambda _: has)
+    monkeypatch.setattr("retro.estimates.flops.onednn_has_bfloat16", lambda: has)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         peak_flops(Placement(torch.device("cpu"), dtype))
     assert measured_sizes == [2048, 2048 if has else 256, 256]

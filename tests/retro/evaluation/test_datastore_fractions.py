@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing import machine
+from indexing import measured
 from indexing.corpus.documents import CorpusSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.similarity.overlap import overlap
@@ -140,7 +140,7 @@ def test_the_datastores_max_overlap_is_applied(held_out: EvaluationSet, tmp_path
 
 
 def test_neighbors_ordered_by_tokens_keep_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "has_bfloat16", lambda _: False)  # the same candidates on all processors
+    monkeypatch.setattr(measured, "fastest_products", lambda *_: "float32")  # the same candidates on all processors
     settings = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="exact")
     corpus = write_corpus(tmp_path / "corpus.jsonl", 90)
     ordered = EvaluationSet("ordered", build_local(tiny_config(tmp_path, corpus, neighbors=settings)))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from indexing.machine import has_bfloat16, onednn_has_bfloat16
+from indexing.machine import onednn_has_bfloat16
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.packed_weights import FEW_ROWS, PackedLinear, can_pack, pack
@@ -121,7 +121,3 @@ def test_float32_keeps_its_weights() -> None:
 def test_a_processor_without_kernels_for_bfloat16_generates_in_every_precision() -> None:
     ran = subprocess.run([sys.executable, "-c", GENERATE], env=os.environ | AVX2, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_every_processor_that_multiplies_bfloat16_fast_packs_weights() -> None:
-    assert onednn_has_bfloat16() or not has_bfloat16("cpu")

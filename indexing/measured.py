@@ -1,0 +1,202 @@
+"""Which of several ways is fastest on this processor: measured once, and kept in the user's cache.
+
+    question, ways ─► kept for processor, library and threads? ─ yes ─► the fastest
+                                 └ no ─► all ways in turn, some rounds ─► kept
+
+A processor that lists an instruction need not be fast with it: some with AVX512-BF16 multiply float32 twice as fast as
+bfloat16. So instructions decide what can run, and a measurement decides what does. On a GPU nothing is measured.
+"""
+
+import functools
+import logging
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from indexing.machine import onednn_has_bfloat16
+from indexing.store.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("retro")
+
+Ways = Mapping[str, Callable[[], object]]
+Question = Literal["training", "inference"]
+Products = Literal["float32", "bfloat16"]
+
+_SECONDS, _ROUNDS, _MOST_SECONDS = 0.15, 3, 0.5
+_BETTER = 0.97  # of the first way's time: another must save more than the noise
+_BUSY = 1.5  # median to shortest time of a way
+_ROWS, _WIDTH, _INNER = 256, 512, 1536  # of a feed-forward layer between the presets `tiny` and `small`
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS")
+
+
+_Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Table = dict[str, dict[str, dict[str, _Milliseconds]]]  # processor → question → way → its time
+_TABLE = TypeAdapter(_Table)
+
+
+def fastest_products(question: Question, device: str) -> Products:
+    """The precision in which products of matrices are faster: bfloat16 or float32.
+
+    Args:
+        question: `training`: forward and backward pass of a layer whose weights are float32. `inference`: products
+            with weights that have the precision.
+        device: a resolved one. CUDA devices with bfloat16 take it.
+    """
+    import torch
+
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    if not onednn_has_bfloat16():
+        return "float32"
+    return "bfloat16" if fastest(question) == "bfloat16" else "float32"
+
+
+@functools.cache
+def fastest(question: Question) -> str:
+    """The fastest way on this processor; see `measured`. One answer for the life of the process."""
+    return best_of(measured(question))
+
+
+def best_of(milliseconds: Mapping[str, float]) -> str:
+    """The way with the shortest time; the first one if others hardly save time."""
+    first, *_ = milliseconds
+    best = min(milliseconds, key=milliseconds.__getitem__)
+    return best if milliseconds[best] < _BETTER * milliseconds[first] else first
+
+
+def measured(question: Question) -> dict[str, float]:
+    """Milliseconds of each way on this processor, from the user's cache or measured now. A measurement that other work
+    disturbed is kept too, so that a command that is run again chooses the same."""
+    ways, file = QUESTIONS[question](), cache_file()
+    kept = _kept(file, question, ways)
+    if kept is None:
+        times, busy = measure(ways)
+        kept = _kept(file, question, ways) or times  # another process may have been faster
+        _keep(file, question, kept)
+        if busy:
+            told = ", ".join(f"{way} {each:.1f} ms" for way, each in kept.items())
+            log.info("%s was measured on a busy machine: %s. Remove %s to measure it again.", question, told, file)
+    return kept
+
+
+def measure(ways: Ways, clock: Callable[[], float] = time.perf_counter) -> tuple[dict[str, float], bool]:
+    """Time all ways in turn for about 0.15 seconds, or longer on a busy machine, but at most half a second.
+
+    Returns:
+        the shortest time of each way in milliseconds, and whether the times differ much.
+    """
+    started, times = clock(), {name: list[float]() for name in ways}
+    for way in ways.values():
+        way()  # compiles kernels
+    while True:
+        for name, way in ways.items():
+            before = clock()
+            way()
+            times[name].append(1000 * (clock() - before))
+        spent, rounds = clock() - started, len(next(iter(times.values())))
+        busy = any(statistics.median(each) > _BUSY * min(each) for each in times.values())
+        if (rounds >= _ROUNDS and spent > (_MOST_SECONDS if busy else _SECONDS)) or spent > _MOST_SECONDS:
+            return {name: min(each) for name, each in times.items()}, busy
+
+
+def cache_file() -> Path:
+    """The file that keeps what was measured: `retro/measured.json` below the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retro" / "measured.json"
+
+
+@functools.cache
+def this_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What times depend on: the processor's name, instructions that are in use, PyTorch and its threads."""
+    import torch
+
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = f"{torch.get_num_threads()} threads"
+    return ", ".join([*(names[:1] or [platform.machine()]), capability, f"torch {torch.__version__}", threads, *limits])
+
+
+def _kept(file: Path, question: Question, ways: Ways) -> dict[str, float] | None:
+    """What is kept for this processor, in the order of the ways; None if it is not about all of them."""
+    found = _read(file).get(this_processor(), {}).get(question, {})
+    return {way: found[way] for way in ways} if found.keys() == ways.keys() else None
+
+
+def _read(file: Path) -> _Table:
+    """What is kept; nothing if there is no readable file."""
+    try:
+        return _TABLE.validate_python(read_json(file)) if file.exists() else {}
+    except (OSError, ValueError, ValidationError) as error:
+        log.debug("%s is made again: %s", file, error)
+        return {}
+
+
+def _keep(file: Path, question: Question, milliseconds: dict[str, float]) -> None:
+    """Add times to the file. A user without a writable cache measures in each process."""
+    table = _read(file)
+    table.setdefault(this_processor(), {})[question] = milliseconds
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, table)
+    except OSError as error:
+        log.debug("what was measured is not kept: %s", error)
+
+
+# --- the ways --------------------------------------------------------------------------------------------------------
+
+
+def _training_ways() -> Ways:
+    """Both passes of a gated feed-forward layer under autocast, which casts weights and activations each time."""
+    import torch
+    from torch.nn.functional import linear, silu
+
+    x, (gate, up, down) = _numbers(_ROWS, _WIDTH), _weights()
+    weights = [each.requires_grad_() for each in (gate, up, down)]
+
+    def step(precision: torch.dtype) -> object:
+        with torch.enable_grad(), torch.autocast("cpu", precision, enabled=precision == torch.bfloat16):
+            out = linear(silu(linear(x, gate)) * linear(x, up), down).float().square().mean()
+        return torch.autograd.grad(out, weights)
+
+    return {"float32": lambda: step(torch.float32), "bfloat16": lambda: step(torch.bfloat16)}
+
+
+def _inference_ways() -> Ways:
+    """The same layer forward, with weights that were cast before."""
+    import torch
+    from torch.nn.functional import linear, silu
+
+    def layer(precision: torch.dtype) -> Callable[[], object]:
+        x, (gate, up, down) = _numbers(_ROWS, _WIDTH).to(precision), (each.to(precision) for each in _weights())
+
+        def run() -> object:
+            with torch.inference_mode():
+                return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+        return run
+
+    return {"float32": layer(torch.float32), "bfloat16": layer(torch.bfloat16)}
+
+
+def _numbers(*shape: int) -> "Tensor":
+    """Random numbers of a generator of their own, so that those of a run stay the same."""
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) / shape[-1] ** 0.5
+
+
+def _weights() -> list["Tensor"]:
+    return [_numbers(_INNER, _WIDTH), _numbers(_INNER, _WIDTH), _numbers(_WIDTH, _INNER)]
+
+
+QUESTIONS: dict[Question, Callable[[], Ways]] = {"training": _training_ways, "inference": _inference_ways}
