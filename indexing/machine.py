@@ -27,6 +27,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _TORCH_THREADS = threading.RLock()  # torch's thread count is process-wide: whoever changes it restores it
 
 
+def usable_cores() -> int:
+    """Cores that this process may use: a container or `taskset` may allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @functools.cache
 def usable_memory(membership: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int:
     """The machine's memory in bytes, or the lowest limit of the process's control groups (Linux), as in a container.

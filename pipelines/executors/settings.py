@@ -43,12 +43,16 @@ class ExecutorChoice:
 
 @settings
 class ExecutorSettings(ExecutorChoice):
-    """Executor of stages and training. `local`: one shard after another in this process, with all threads, and training
-    in this process or those of torchrun. `ray`: a pool of workers, and training by several workers. What a worker
-    reserves is set by stage in `[executor.resources]`, or `--executor.resources.embed.gpus 1`."""
+    """Executor of stages and training. `local`: shards on all cores of this machine, and training in this process or those
+    of torchrun. `ray`: a pool of workers, and training by several workers. What a worker reserves is set by stage in
+    `[executor.resources]`, or `--executor.resources.embed.gpus 1`."""
 
+    workers: Annotated[int, Field(ge=0, lt=2**15)] = 0
+    """Processes on this machine (`local`), each with a shard at a time; 0 = one for each core, as far as memory allows;
+    1 = one shard after another in this process."""
     num_threads: Annotated[int, Field(ge=0, lt=2**15)] = 0
-    """Threads of this process or of a worker; 0 = all cores (local), or the worker's CPUs (Ray)."""
+    """Threads of a worker, and of this process where it works; 0 = all cores, shared by the workers (local), or the
+    worker's CPUs (Ray)."""
     resources: Mapping[StageName | Literal["train"], Resources] = field(default_factory=dict)
     """Workers on Ray by stage, where they differ from the default: `embed.gpus = 1`, `train.workers = 16`. Stages are
     `chunk`, `embed`, `train_index`, `add`, `sparse`, `ngrams`, `neighbors`, and `train` for training, whose `workers` =

@@ -5,7 +5,7 @@ on disk do not depend on the executor.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -53,7 +53,7 @@ class LocalExecutor:
 
     def map(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """See `Executor.map`."""
         if self.num_threads:
             use_threads(self.num_threads)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from indexing.machine import usable_memory
+from indexing.machine import usable_cores, usable_memory
 from indexing.store.settings import settings
 from pipelines.cli.results import Format, print_result
 from pipelines.terminal.units import human_bytes
@@ -220,8 +220,7 @@ def _precisions() -> str:
 
 def check_threads(usable: Collection[str]) -> Finding:
     """Number of cores, and of threads that torch and faiss start on them."""
-    # A container or `taskset` may allow fewer cores than the machine has.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     threads = {}
     if "torch" in usable:
         import torch
