@@ -153,7 +153,7 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
         chunks=replace(Config().chunks, chunk_length=16),
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
         neighbors=NeighborSettings(stored=6, candidates=24, rerank="embeddings", search="exact"),
-        executor=ExecutorSettings(num_threads=1),
+        executor=ExecutorSettings(workers=1, num_threads=1),
         data=DataSettings(sequence_length=64, k=2),
         model=ModelSettings(
             d_model=32,

@@ -1,11 +1,15 @@
 """Stages on several processes: equal results and bytes, one message for an error, and nothing left after a death."""
 
+import contextlib
 import logging
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +18,13 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.executors import process_pool
 from pipelines.executors.process_pool import PoolExecutor, fitting
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import Task
 from pipelines.stages.table import build
-from tests.conftest import PATIENCE, contents, tiny_config
+from tests.conftest import PATIENCE, build_local, contents, tiny_config
 from tests.pipelines.executors import work
 
 
@@ -88,7 +93,7 @@ def test_messages_of_workers_are_logged_here(caplog: pytest.LogCaptureFixture) -
     assert sorted(record.message for record in caplog.records) == [f"task {number} of a" for number in range(4)]
 
 
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_datastore_has_the_same_bytes_with_any_number_of_workers(
     tmp_path: Path, tiny_corpus: Path, tiny_datastore, workers: int
 ) -> None:
@@ -205,3 +210,51 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+BUILD = """
+import sys
+from pipelines.executors import process_pool
+process_pool._WORTH_SECONDS = 0.0
+from pipelines.cli.main import main
+sys.exit(main(["index", sys.argv[1], "--executor.workers", "2"]))
+"""
+
+
+def processes_of(mark: str) -> list[int]:
+    """The processes with a value in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_build_whose_processes_are_killed_has_the_same_bytes_and_leaves_none(
+    tmp_path: Path, tiny_corpus: Path
+) -> None:
+    """Workers and the process that started them are killed at random times, in all stages."""
+    config = tiny_config(tmp_path / "killed", tiny_corpus, skip_stages=())
+    whole = build_local(tiny_config(tmp_path / "whole", tiny_corpus, skip_stages=()))
+    file, mark, draw, killed = tmp_path / "config.toml", f"MARK={tmp_path}", random.Random(0), Counter[str]()
+    file.write_text(to_toml(config))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MARK": str(tmp_path)}
+    finished = False
+    while killed.total() < 12 or not finished:
+        if finished:
+            shutil.rmtree(config.datastore)
+        parent = subprocess.Popen([sys.executable, "-c", BUILD, file], env=environment, stderr=subprocess.DEVNULL)
+        while parent.poll() is None:
+            if killed.total() < 12 and len(living := processes_of(mark)) > 1:  # workers have started
+                victim = draw.choice(living)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                killed["parent" if victim == parent.pid else "worker"] += 1
+            time.sleep(draw.uniform(0.2, 1.0))
+        finished = parent.returncode == 0
+        wait_for(lambda: not processes_of(mark))
+    assert min(killed["parent"], killed["worker"]) > 2
+    assert contents(config.datastore) == contents(whole.folder)
+    assert not [path for path in config.datastore.rglob("*") if path.name.endswith(".tmp")]
