@@ -5,9 +5,16 @@ from typing import Any
 
 import numpy as np
 
+from indexing.index.faiss_gpu import num_gpus
+from indexing.machine import for_each
 from indexing.store.artifact import reading
 from indexing.store.first_use import first_use
 from indexing.store.remote import present
+
+_BLAS = 20  # queries from which Faiss multiplies matrices; it divides queries among threads before
+_BLOCK = 64
+"""Queries that a thread searches at a time. Without such blocks, distances would be rounded differently for another
+number of threads, and so would be the last candidates."""
 
 
 def write_index(path: Path, index: Any) -> None:
@@ -120,5 +127,17 @@ def search_index(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[
     import faiss
 
     params = faiss.SearchParametersIVF(nprobe=nprobe) if num_lists(index) > 1 else None  # type: ignore[call-arg]
-    distances, ids = index.search(queries, k, params=params)
+    if len(queries) < _BLAS or num_gpus():
+        return index.search(queries, k, params=params)  # type: ignore[no-any-return]
+    distances, ids = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
+
+    def search(start: int) -> None:
+        threads, block = faiss.omp_get_max_threads(), slice(start, start + _BLOCK)
+        faiss.omp_set_num_threads(1)  # of this thread
+        try:
+            distances[block], ids[block] = index.search(queries[block], k, params=params)
+        finally:
+            faiss.omp_set_num_threads(threads)
+
+    for_each(search, range(0, len(queries), _BLOCK))
     return distances, ids

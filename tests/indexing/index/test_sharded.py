@@ -7,10 +7,12 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
+import torch
 
 from indexing.index import faiss_files
 from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, write_index, write_shard
 from indexing.index.sharded import ShardedIndex
+from pipelines.executors.tasks import use_threads
 from tests.indexing.index.test_build import build, clustered
 
 _DIMENSION = 32
@@ -145,3 +147,18 @@ def test_shards_without_a_quantizer_are_searched_as_those_with_one(tmp_path, key
         for memory in (10**9, 0):
             again = ShardedIndex.open(tmp_path, range(3), memory)
             np.testing.assert_array_equal(again.search(queries, 20, nprobe=8), found)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    vectors = np.random.default_rng(0).standard_normal((3000, 256)).astype(np.float32)
+    index = faiss.index_factory(256, "IVF64,PQ128x4")
+    index.train(vectors)
+    index.add(vectors)
+    before, found = (torch.get_num_threads(), faiss.omp_get_max_threads()), []
+    for threads in (1, 2, 3, 7):
+        use_threads(threads)
+        results = [search_index(index, vectors[:count], 20, 8) for count in (1, 19, 50, 569)]
+        found.append(b"".join(each.tobytes() for result in results for each in result))
+    torch.set_num_threads(before[0])
+    faiss.omp_set_num_threads(before[1])
+    assert len({*found}) == 1
