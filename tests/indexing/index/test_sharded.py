@@ -150,8 +150,8 @@ def test_shards_without_a_quantizer_are_searched_as_those_with_one(tmp_path, key
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    vectors = np.random.default_rng(0).standard_normal((3000, 256)).astype(np.float32)
-    index = faiss.index_factory(256, "IVF64,PQ128x4")
+    vectors = np.random.default_rng(0).standard_normal((700, 512)).astype(np.float32)
+    index = faiss.index_factory(512, "IVF16,PQ16x4")
     index.train(vectors)
     index.add(vectors)
     before, found = (torch.get_num_threads(), faiss.omp_get_max_threads()), []
