@@ -67,8 +67,9 @@ class CorpusSettings:
     """Key or column of the document's id. A document without one gets the id `file:line`."""
     metadata_keys: tuple[Text, ...] = ("title", "url", "source")
     """Keys or columns to keep with each document that has them."""
-    shard_bytes: PositiveInt = 64 * 2**20
-    """Approximate bytes of text per shard. A Megatron token counts as 4."""
+    shard_bytes: NonNegativeInt = 0
+    """Approximate bytes of text per shard. A Megatron token counts as 4. 0 = a 64th of the text, so that many cores
+    share the work, but from 4 MiB to 64 MiB."""
     max_line_bytes: PositiveInt = 64 * 2**20
     """Bytes of the longest JSON line, row (CSV, Parquet, Arrow) or WARC record. A longer one is left out and reported.
     Memory holds several copies of one."""

@@ -38,6 +38,8 @@ from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.remote import named_errors
 
+LEAST_SHARD, MOST_SHARD, _SHARDS = 4 * 2**20, 64 * 2**20, 64
+"""Bytes of text of a shard, and their number, where `corpus.shard_bytes` = 0."""
 # Names of the modification time in file systems: local, S3, GCS and Azure, in-memory; the Hugging Face hub has a hash
 # instead.
 _TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created", "blob_id")
@@ -73,7 +75,7 @@ class FileScan:
         text_bytes: UTF-8 bytes of their text, estimated for tokens.
         problems: number of problems of each kind.
         examples: the first 100 problems.
-        slices: about `shard_bytes` of text each, in order; each document is in one of them.
+        slices: about `shard_bytes` of text each, or `LEAST_SHARD`, in order; each document is in one of them.
         checksum: BLAKE2b-128 of the stored bytes, hexadecimal; of a Megatron pair the index first. Empty if the file
             cannot be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
@@ -309,7 +311,7 @@ def scan_file(
                 documents += 1
                 hashes += hashlib.blake2b(document.id.encode(), digest_size=8).digest()
                 lines += piece_stop.to_bytes(8, "little")
-                if piece_bytes >= settings.shard_bytes:
+                if piece_bytes >= (settings.shard_bytes or LEAST_SHARD):
                     slices.append(FileSlice(file, piece_start, piece_stop, piece_offset, piece_bytes, tuple(omitted)))
                     piece_bytes = 0
                 if on_document is not None:
@@ -328,6 +330,11 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
     all if there are more than 1,000 files or two share a name."""
     checksums = dict(files)
     return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(file) for file in files])}
+
+
+def shard_size(settings: CorpusSettings, text_bytes: int) -> int:
+    """The bytes of text of a shard of a corpus with so many bytes."""
+    return settings.shard_bytes or min(MOST_SHARD, max(LEAST_SHARD, text_bytes // _SHARDS))
 
 
 def plan_shards(scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:

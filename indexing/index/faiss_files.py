@@ -128,7 +128,7 @@ def search_index(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[
 
     params = faiss.SearchParametersIVF(nprobe=nprobe) if num_lists(index) > 1 else None  # type: ignore[call-arg]
     if len(queries) < _BLAS or num_gpus():
-        return index.search(queries, k, params=params)  # type: ignore[no-any-return]
+        return index.search(queries, k, params=params)
     distances, ids = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
 
     def search(start: int) -> None:

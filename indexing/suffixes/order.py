@@ -36,7 +36,8 @@ VERSION = 5
 LONGEST = 64
 """Prefixes are sorted by this many of their last tokens. Longer matches count as this long."""
 PART_TOKENS = 1 << 27
-"""Prefixes of a part of an order."""
+"""Most prefixes of a part of an order."""
+_LEAST_TOKENS, _PARTS = 1 << 21, 64  # of a part, so that many cores share an order; and parts, before they are larger
 ROWS_OF_HEAD = 256
 """Sorted prefixes from one stored head to the next. Heads are small and stay in the cache. They replace the first steps
 of a binary search: each of those would read a page of the prefixes and a page of the tokens."""
@@ -78,7 +79,7 @@ def num_parts(tokens: int) -> int:
     Args:
         tokens: of the order.
     """
-    return max(1, -(-tokens // PART_TOKENS))
+    return max(1, min(_PARTS, tokens // _LEAST_TOKENS), -(-tokens // PART_TOKENS))
 
 
 def runs_together(runs: int) -> int:

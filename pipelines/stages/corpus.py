@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from indexing.corpus.scan import (
     plan_shards,
     recipe_inputs,
     scan_file,
+    shard_size,
     strict_problem,
 )
 from indexing.corpus.skipped import Skipped, skipped_line, with_binary
@@ -54,6 +55,7 @@ from pipelines.stages.generations import (
     recorded_files,
     stored_files,
 )
+from pipelines.stages.shards import former_setting
 from pipelines.stages.tokenizer import require_tokenizer
 from pipelines.terminal.progress import progress
 
@@ -197,6 +199,8 @@ def make_corpus(
         InputError: the files or settings differ from those of the finished artifact, or there is no text.
     """
     files = listing.files
+    if not settings.shard_bytes:  # an earlier version wrote the size that it chose
+        settings = replace(settings, shard_bytes=former_setting(folder, "corpus.shard_bytes", 0))
     known = _known_checksums(folder, files)
     scans = None if known else _scan(settings, files, executor, deleted)
     checksums = known or [scan.checksum for scan in scans or []]
@@ -275,7 +279,7 @@ def _write_corpus(
         write_json(
             work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
         )
-        plan = plan_shards(scans, settings.shard_bytes)
+        plan = plan_shards(scans, shard_size(settings, sum(scan.text_bytes for scan in scans)))
         write_json(work / "plan.json", [[asdict(file_slice) for file_slice in shard] for shard in plan])
         stored = {"counts": counts, "examples": [asdict(problem) for problem in examples], "skipped": skipped}
         write_json(work / "problems.json", stored)

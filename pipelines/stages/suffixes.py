@@ -51,7 +51,7 @@ from indexing.suffixes.votes_build import (
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, finished, run_shards
+from pipelines.stages.shards import Shard, finished, former_setting, run_shards
 
 log = logging.getLogger("retro")
 
@@ -105,7 +105,8 @@ class _Order:
     @cached_property
     def parts(self) -> list[tuple[str, Recipe]]:
         """The path and the recipe of each part."""
-        count = num_parts(self.size)
+        # As many as a finished order has: an earlier version made fewer.
+        count = former_setting(self.folder / part_path(self.shards, 0), "parts", num_parts(self.size))
         recipe = partial(Recipe, "suffixes", ORDER_VERSION, inputs={"chunks": self._chunks(self.shards)})
         return [(part_path(self.shards, part), recipe({"part": part, "parts": count})) for part in range(count)]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from indexing.corpus.scan import shard_size
 from indexing.embedding.settings import FIT_CHUNKS
 from indexing.index.build import TUNE_QUERIES, sample_size
 from indexing.index.coarse_quantizer import comparisons
@@ -95,7 +96,7 @@ def size_of(config: Config, sample: Sample, tokens: float = 0.0) -> Workload:
         tokens=times * own.tokens,
         chunks=times * own.chunks,
         train_chunks=train_chunks,
-        shards=math.ceil(text_bytes / config.corpus.shard_bytes),
+        shards=math.ceil(text_bytes / shard_size(config.corpus, int(text_bytes))),
         key=key,
         trained_on=sample_size(int(train_chunks), key),
         tune_queries=min(TUNE_QUERIES, int(train_chunks)),

@@ -28,6 +28,7 @@ from indexing.corpus.scan import (
     plan_shards,
     read_slice,
     scan_file,
+    shard_size,
     split_of,
     strict_problem,
 )
@@ -73,7 +74,7 @@ def write(path: Path, data: bytes) -> Path:
         ("text_key", ""),
         ("id_key", ""),
         ("paths", ("",)),
-        ("shard_bytes", 0),
+        ("shard_bytes", -1),
         ("split", (0, 1, 1)),
         ("split", (9, -1, 0)),
         ("split", (98, 2)),
@@ -490,6 +491,15 @@ def test_all_problems_are_counted_and_the_first_ones_are_kept(tmp_path):
 def scan_of(slices: list[FileSlice]) -> FileScan:
     nothing = np.zeros(0, dtype=np.uint64)
     return FileScan(0, 0, {}, [], slices, "", nothing, nothing.astype(np.int64))
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "size"),
+    [(0, 4 << 20), (100 << 20, 4 << 20), (1 << 30, 16 << 20), (4 << 30, 64 << 20), (1 << 42, 64 << 20)],
+)
+def test_a_corpus_has_64_shards_unless_they_would_be_small_or_large(text_bytes: int, size: int) -> None:
+    assert shard_size(CorpusSettings(), text_bytes) == size
+    assert shard_size(CorpusSettings(shard_bytes=1000), text_bytes) == 1000
 
 
 @given(

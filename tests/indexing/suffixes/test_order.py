@@ -105,6 +105,24 @@ def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
     assert not (built.folder / FOLDER / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("millions", "parts"), [(0, 1), (3, 1), (10, 4), (134, 63), (366, 64), (9000, 68), (10**6, 7451)]
+)
+def test_an_order_has_parts_for_many_cores(millions: int, parts: int) -> None:
+    assert order.num_parts(millions * 10**6) == parts
+
+
+def test_a_datastore_of_an_earlier_version_keeps_its_shards_and_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60), skip_stages=("votes",))
+    before = contents(build_local(config).folder)
+    monkeypatch.setattr(order, "PART_TOKENS", 2000)
+    built = build_local(replace(config, corpus=replace(config.corpus, shard_bytes=0)))
+    assert contents(built.folder) == before
+    assert not problems_of(built.folder)
+
+
 def test_levels_of_merges_and_carried_tokens_change_no_byte_and_open_few_files(
     datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

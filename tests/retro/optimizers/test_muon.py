@@ -10,6 +10,7 @@ from indexing.store.errors import InputError
 from retro.adapters.adapters import add_adapter, train_only
 from retro.adapters.settings import LoraSettings
 from retro.model.mixture_of_experts import ExpertLinear
+from retro.optimizers import muon
 from retro.optimizers.muon import layer_matrices, orthogonal
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
@@ -125,3 +126,16 @@ def test_matrices_of_one_shape_move_together_as_each_does_alone(monkeypatch: pyt
     for some in found[1:]:
         for one, other in zip(found[0], some, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (3, 8, 40)])
+def test_long_matrices_have_the_singular_values_of_the_steps(shape: tuple[int, ...]) -> None:
+    """Also with singular values a thousand times smaller than others: a gradient has such ones."""
+    random = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, _, v = torch.linalg.svd(random, full_matrices=False)
+    values = torch.logspace(0, -3, min(shape[-2:]), dtype=torch.float64)
+    expected, (a, b, c) = values / values.norm(), muon.COEFFICIENTS
+    for _ in range(muon.STEPS):
+        expected = a * expected + b * expected**3 + c * expected**5
+    found = orthogonal(((u * values) @ v).float())
+    torch.testing.assert_close(found, ((u * expected) @ v).float(), rtol=0, atol=2e-3)
