@@ -18,8 +18,8 @@ these with them.
 in the number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is
 measured separately.
 
-`executors` builds new datastores by `retro index`, in this process and on Ray, and prints the seconds of each stage.
-Without RAY_ADDRESS a cluster starts for each build.
+`executors` builds new datastores by `retro index`, in one process, on all cores and on Ray (`--executors`), and prints
+the seconds of each stage. Without RAY_ADDRESS a cluster starts for each build.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from indexing.index.faiss_files import ivf_of, read_index
 from indexing.index.key import choose_key
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
-from indexing.machine import keep_freed_memory
+from indexing.machine import keep_freed_memory, usable_cores
 from indexing.neighbors.index_search import QueryChunks, neighbors_of
 from indexing.neighbors.settings import NeighborSettings, stored_settings
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
@@ -375,26 +375,30 @@ def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArr
 # --- executors -------------------------------------------------------------------------------------------------------
 
 
-def executors(config: Path, rounds: int, limit: Budget) -> dict[str, Any]:
+EXECUTORS = {"one": ["--executor.workers", "1"], "cores": [], "ray": ["--executor.kind", "ray"]}
+"""Where tasks run → options: in one process, on all cores, on Ray."""
+
+
+def executors(config: Path, kinds: list[str], rounds: int, limit: Budget) -> dict[str, Any]:
     """Build the same datastore by each executor in turn; returns the median seconds of each stage and of the whole
-    command.
+    command, and the CPU seconds of the command.
 
     Raises:
         RuntimeError: their files differ.
     """
-    taken: dict[str, dict[str, list[float]]] = {kind: {} for kind in ("local", "ray")}
+    taken: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     for _ in limit.rounds(rounds):
         with tempfile.TemporaryDirectory() as work:
             for kind, stages_of_kind in taken.items():
                 for stage, took in index_seconds(config, kind, Path(work) / kind).items():
                     stages_of_kind.setdefault(stage, []).append(took)
-            local, ray = (checksums(Path(work) / kind) for kind in taken)
-            if local != ray:
+            first, *others = (checksums(Path(work) / kind) for kind in taken)
+            if any(each != first for each in others):
                 raise RuntimeError(f"{config}: the executors built different files")
     medians = {kind: {stage: statistics.median(took) for stage, took in of.items()} for kind, of in taken.items()}
-    rows = [[stage, *(f"{medians[kind][stage]:.1f}" for kind in medians)] for stage in medians["local"]]
+    rows = [[stage, *(f"{medians[kind][stage]:.1f}" for kind in medians)] for stage in medians[kinds[0]]]
     say(markdown(Table(["seconds", *medians], rows)))
-    return {"config": str(config), "rounds": rounds, "seconds": medians}
+    return {"config": str(config), "rounds": rounds, "seconds": medians, "cores": usable_cores()}
 
 
 def checksums(datastore: Path) -> dict[str, str]:
@@ -405,13 +409,24 @@ def checksums(datastore: Path) -> dict[str, str]:
 
 def index_seconds(config: Path, kind: str, datastore: Path) -> dict[str, float]:
     """Build a datastore in a separate process; returns the seconds of each stage, and of the whole command."""
-    options = ["--datastore", str(datastore), "--executor.kind", kind]
-    command = [sys.executable, "-m", "pipelines.cli", "index", str(config), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.cli",
+        "index",
+        str(config),
+        "--datastore",
+        str(datastore),
+        *EXECUTORS[kind],
+    ]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     whole = seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     took: dict[str, float] = {}
     for step in read_json(datastore / "report.json")["build"]:
         took[step["stage"]] = took.get(step["stage"], 0.0) + step["seconds"]
-    return took | {"whole command": whole}
+    return took | {"whole command": whole, "whole command, CPU": cpu}
 
 
 def main() -> None:
@@ -429,6 +444,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=[25_000, 100_000, 400_000])
     parser.add_argument("--shards", nargs="*", type=int, default=[4])
     parser.add_argument("--dimension", type=int, default=256)
+    parser.add_argument("--executors", nargs="+", choices=[*EXECUTORS], default=[*EXECUTORS])
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-indexing.json"))
     options = parser.parse_args()
@@ -438,7 +454,7 @@ def main() -> None:
     elif options.part == "growth":
         write(options.output, growth(options.sizes, options.dimension, options.shards, limit))
     elif options.part == "executors":
-        write(options.output, executors(options.config, options.rounds, limit))
+        write(options.output, executors(options.config, options.executors, options.rounds, limit))
     else:
         config = load(Config, options.config, [], verb="index")
         measured = partial(stages, num_queries=options.queries) if options.part == "stages" else stored_neighbors

@@ -25,7 +25,6 @@ from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.executors.settings import ExecutorSettings, StageName
 from pipelines.executors.tasks import LocalExecutor, Task, log_failure
-from pipelines.terminal.units import human_bytes
 
 log = logging.getLogger("retro")
 
@@ -81,7 +80,7 @@ def fitting(stage: StageName, most: int) -> int:
     peak = _PEAKS.get(stage, _PEAK)
     room = max(1, usable_memory() // peak)
     if room < most:
-        log.info("%s: %d instead of %d workers fit into the memory, with %s each", stage, room, most, human_bytes(peak))
+        log.info("%s: %d instead of %d workers fit into the memory, with %.1f GB each", stage, room, most, peak / _GB)
     return min(room, most)
 
 
