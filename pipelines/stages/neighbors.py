@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from indexing.embedding.lexical import token_weights
-from indexing.machine import keep_freed_memory
 from indexing.neighbors.build import neighbor_shard
 from indexing.neighbors.index_search import open_index
 from indexing.neighbors.materialize import materialize_shard
@@ -213,7 +212,6 @@ def neighbor_task(
     advance: Advance,
 ) -> dict[str, Any]:
     """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations."""
-    keep_freed_memory()
     opened, datastore = _open_searched(searched, method), Datastore.open(folder)
     own = datastore.train.first_shards(max(part.shards.stop for part in searched if part.number == 0))
     others = open_others(datastore, settings.extra_datastores)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from indexing.machine import keep_freed_memory
 from indexing.progress import Advance
 from indexing.store.artifact import (
     Artifacts,
@@ -87,6 +88,7 @@ def _make_once(
     function: Callable[..., dict[str, Any] | None], out: Path, recipe: Recipe, *arguments: object, advance: Advance
 ) -> None:
     """Make a shard unless it is finished: a worker may have died after the last rename and before reporting it."""
+    keep_freed_memory()
     drop_if_changed(out)
     if damage(out) or not is_finished(out, recipe):
         with create(out, recipe) as (work, counts):
