@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEVELS = (
     ("indexing/machine.py", "indexing/progress.py", "indexing/splitmix64.py"),
     ("indexing/store",),
+    ("indexing/measured.py",),
     ("indexing/embedding", "indexing/tokenization"),
     ("indexing/corpus", "indexing/index"),
     ("indexing/similarity", "indexing/suffixes"),

@@ -157,6 +157,7 @@ class _StageRun:
         units: index of a task → finished units, of its present attempt.
         shown: units that `advance` has received.
         results: index of a task → its result.
+        traceback: of the task that failed, as text.
     """
 
     def __init__(self, stage: StageName, pool: _Pool, tasks: Sequence[Task], count: int, advance: Advance) -> None:
@@ -168,6 +169,7 @@ class _StageRun:
         self.units: dict[int, int] = {}
         self.shown = 0
         self.results: dict[int, Any] = {}
+        self.traceback = ""
 
     def run(self, function: Callable[..., Any]) -> Iterator[Any]:
         """Yield the results in order."""
@@ -198,10 +200,14 @@ class _StageRun:
         except (EOFError, OSError):
             self._died(index, worker)
             return
+        except Exception:  # an error whose class takes other arguments than it keeps
+            kind, value = "error", RuntimeError(self.traceback)
         if kind == "log":
             logging.getLogger(value.name).handle(value)
         elif kind == "advance":
             self._count(index, value)
+        elif kind == "traceback":
+            self.traceback = value
         elif kind == "result":
             del self.running[connection]
             self._count(index, self.tasks[index].size - self.units[index])

@@ -3,7 +3,6 @@
 import logging
 import logging.handlers
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -12,8 +11,13 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 _ADVANCE_SECONDS = 0.2  # between messages about finished units
+
+
+_Task = tuple[int, Any, tuple[object, ...]]
+"""Number of the stage, function and arguments."""
 
 
 class _Parent:
@@ -21,24 +25,25 @@ class _Parent:
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.lock = connection, threading.Lock()
-        self.tasks = queue.SimpleQueue[bytes]()
+        self.tasks = queue.SimpleQueue[_Task | Exception]()
 
     def send(self, kind: str, value: object) -> None:
         """Send a message. If the parent is gone, so is the need for this process."""
-        data = pickle.dumps((kind, value))
         try:
             with self.lock:
-                self.connection.send_bytes(data)
+                self.connection.send((kind, value))
         except OSError:
             os._exit(1)
 
     def receive(self) -> None:
         """Queue tasks until the connection closes: the parent has ended, perhaps during a task of this process."""
-        try:
-            while True:
-                self.tasks.put(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(1)
+        while True:
+            try:
+                self.tasks.put(self.connection.recv())
+            except (EOFError, OSError):
+                os._exit(1)
+            except Exception as error:  # a function that this process cannot import
+                self.tasks.put(error)
 
 
 class _Handler(logging.handlers.QueueHandler):
@@ -65,15 +70,15 @@ class _Units:
             self.units, self.sent = 0, time.monotonic()
 
 
-def _portable(error: Exception) -> Exception:
-    """The error with its traceback as a note; or what it says, if it cannot be sent."""
+def _tell(parent: _Parent, error: Exception) -> None:
+    """Send the traceback as text, in case that the error cannot be read, and then the error with it."""
     told = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(told)
+    parent.send("traceback", told)
     error.add_note(told)
-    return error
+    try:
+        parent.send("error", error)
+    except Exception:
+        parent.send("error", RuntimeError(told))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -99,13 +104,15 @@ def main(descriptor: int) -> None:
     while True:
         task = parent.tasks.get()
         try:
-            stage, function, arguments = pickle.loads(task)
+            if isinstance(task, Exception):
+                raise task
+            stage, function, arguments = task
             if stage != present:
                 forget_stage()
                 present = stage
             parent.send("result", function(*arguments, advance=_Units(parent)))
         except Exception as error:
-            parent.send("error", _portable(error))
+            _tell(parent, error)
 
 
 if __name__ == "__main__":
