@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,8 +110,15 @@ def measure(ways: Ways, clock: Callable[[], float] = time.perf_counter) -> tuple
 
 
 def cache_file() -> Path:
-    """The file that keeps what was measured: `retro/measured.json` below the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retro" / "measured.json"
+    """The file that keeps what was measured, in the user's cache; of a user without a home, as in a container, in the
+    folder of temporary files."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    if not folder:
+        try:
+            folder = str(Path.home() / ".cache")
+        except RuntimeError:
+            folder = tempfile.gettempdir()
+    return Path(folder) / "retro" / "measured.json"
 
 
 @functools.cache

@@ -219,3 +219,5 @@ def test_the_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", os.sep + "home")
     assert cache_file() == Path("/home/.cache/retro/measured.json")
+    monkeypatch.setattr("indexing.measured.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache_file().is_absolute()
