@@ -29,6 +29,7 @@ from pipelines.executors.tasks import LocalExecutor, Task, log_failure
 log = logging.getLogger("retro")
 
 _WORTH_SECONDS = 3.0  # that the other tasks of a stage would take here, from which workers start: they import for two
+_TASK_SECONDS = 0.01  # of a task: to send shorter ones, such as scans of small files, takes longer than they
 _ATTEMPTS = 3  # deaths of workers from which a task is not started again
 _PATIENCE = 5.0  # seconds for a worker to leave its task when it is told to end
 _GB = 2**30
@@ -70,7 +71,8 @@ class PoolExecutor:
         while done < len(tasks) and not self.pool.workers:
             yield next(results)
             finished, done = finished + tasks[done].size, done + 1
-            if (time.monotonic() - started) * (total - finished) > _WORTH_SECONDS * max(1, finished):
+            spent = time.monotonic() - started
+            if spent * (total - finished) > _WORTH_SECONDS * max(1, finished) and spent > _TASK_SECONDS * done:
                 break
         results.close()
         return done

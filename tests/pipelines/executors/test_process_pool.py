@@ -32,6 +32,7 @@ from tests.pipelines.executors import work
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers start after the first task, however short."""
     monkeypatch.setattr(process_pool, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(process_pool, "_TASK_SECONDS", 0.0)
 
 
 def tasks(count: int, *arguments: object, size: int = 1) -> list[Task]:
@@ -78,6 +79,11 @@ def test_one_task_or_one_worker_stays_in_this_process(count: int, workers: int) 
 
 def test_work_of_a_few_seconds_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pool, "_WORTH_SECONDS", 3.0)
+    assert {pid for _, pid in run(work.square, tasks(8))[0]} == {os.getpid()}
+
+
+def test_many_short_tasks_start_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_pool, "_TASK_SECONDS", 1.0)
     assert {pid for _, pid in run(work.square, tasks(8))[0]} == {os.getpid()}
 
 
@@ -215,7 +221,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 BUILD = """
 import sys
 from pipelines.executors import process_pool
-process_pool._WORTH_SECONDS = 0.0
+process_pool._WORTH_SECONDS = process_pool._TASK_SECONDS = 0.0
 from pipelines.cli.main import main
 sys.exit(main(["index", sys.argv[1], "--executor.workers", "2"]))
 """
