@@ -72,6 +72,11 @@ class CompressedArray:
         self._maps: dict[int, memoryview] = {}
         self._files = RangedFiles()
 
+    def __reduce__(self) -> tuple[type["CompressedArray"], tuple[Sequence[Path], Sequence[int], int, Reading]]:
+        """A copy, in this or another process, opens its own files; see `ShardedArray`."""
+        paths = [path.with_suffix("") for path in self._data]
+        return CompressedArray, (paths, self._rows.tolist(), self._block, self._reading)
+
     def gather(self, ids: np.ndarray, dtype: np.dtype, width: int) -> np.ndarray:
         """Rows by id, in the order of `ids`.
 

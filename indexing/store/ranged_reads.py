@@ -150,6 +150,10 @@ class RangedFiles:
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
 
+    def __reduce__(self) -> tuple[type["RangedFiles"], tuple[()]]:
+        """A copy, in this or another process, opens its own files."""
+        return RangedFiles, ()
+
     def read(self, ranges: Sequence[tuple[Path, int, int]]) -> list[bytes]:
         """The bytes [start, stop) of each file; fewer if the file ends before.
 

@@ -58,6 +58,10 @@ class ShardedArray:
         self.reading = reading
         self._ranged = RangedArray(self.paths, self.starts)
 
+    def __reduce__(self) -> tuple[type["ShardedArray"], tuple[Sequence[Path], Sequence[int], Reading]]:
+        """A copy, in this or another process, opens its own files: maps would be sent with all their bytes."""
+        return ShardedArray, (self.paths, np.diff(self.starts).tolist(), self.reading)
+
     def __len__(self) -> int:
         return int(self.starts[-1])
 

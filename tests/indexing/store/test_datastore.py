@@ -1,5 +1,6 @@
 """Continuations stay within their document, and other folders are refused."""
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
+from indexing.suffixes.votes import read_votes
 
 
 @settings(deadline=None, max_examples=50)
@@ -100,3 +102,20 @@ def test_manifest_that_contradicts_the_tokenizer_is_refused(
     write_checked(tmp_path / "manifest.json", {**tiny_datastore.manifest, key: value + by})
     with pytest.raises(InputError, match=rf"manifest\.json: {key} = {value + by}, but .*meta\.json has {value}\. "):
         Datastore.open(tmp_path)
+
+
+@pytest.mark.parametrize("reading", ["mmap", "pread"])
+def test_a_datastore_that_was_read_is_sent_to_another_process_without_what_was_read(
+    voting_datastore: Datastore, reading: Any
+) -> None:
+    datastore = Datastore.open(voting_datastore.folder, reading)
+
+    def read(opened: Datastore) -> list[bytes]:
+        train, ids = opened.train, np.arange(0, opened.train.num_chunks, 7)
+        arrays = [train.tokens.gather(ids), train.lengths.read(0, 100), train.embeddings.gather(ids)]
+        return [each.tobytes() for each in (*arrays, read_votes(train, ids))] + [str(train.metadata([0, 3])).encode()]
+
+    before, found = len(pickle.dumps(datastore)), read(datastore)
+    sent = pickle.dumps(datastore)
+    assert len(sent) < before + 3000
+    assert read(pickle.loads(sent)) == found

@@ -1,6 +1,8 @@
 """Reading ranges of bytes gives the rows of the memory map, in few reads, and fails if a file is incomplete."""
 
+import gc
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +127,18 @@ def test_header_that_claims_more_bytes_than_the_file_has_is_refused_before_a_rea
     lying = RangedArray([path], np.array([0, 4]))
     with pytest.raises(DamagedFile, match=r"lying\.npy has .* bytes, fewer than the"):
         lying.gather(np.array([0]))
+
+
+def test_a_copy_in_another_process_opens_its_own_files(files: list[Path]) -> None:
+    """Descriptors are numbers of this process: another one would read and close files of its own by them."""
+    array = ranged(files, 6)
+    array.gather(np.arange(100))
+    sent = pickle.dumps(array)
+    others = [os.open(path, os.O_RDONLY) for path in files]  # as files of the other process
+    received = pickle.loads(sent)
+    assert np.array_equal(received.gather(np.arange(100)), WHOLE)
+    del received
+    gc.collect()
+    assert np.array_equal(array.gather(np.arange(100)), WHOLE)
+    for descriptor in others:
+        os.close(descriptor)
