@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import platform
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from indexing.machine import onednn_has_bfloat16, resolve
+from indexing.machine import onednn_has_bfloat16, processor_name, resolve
 from indexing.measured import fastest_products
 from pipelines.cli.results import Table
 from retro.device import Placement, choose_placement
@@ -193,7 +192,5 @@ def machine() -> str:
     """Return the name of the GPU, or of the processor with its instructions for matrix products."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if onednn_has_bfloat16() else "")
-    return f"{names[0] if names else platform.processor()}, {instructions}"
+    return f"{processor_name()}, {instructions}"

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import os
+import platform
 import shutil
 import tempfile
 import threading
@@ -30,6 +31,13 @@ _TORCH_THREADS = threading.RLock()  # torch's thread count is process-wide: whoe
 def usable_cores() -> int:
     """Cores that this process may use: a container or `taskset` may allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as Linux knows it, or the kind of machine elsewhere."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 @functools.cache

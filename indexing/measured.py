@@ -1,16 +1,17 @@
 """Which of several ways is fastest on this processor: measured once, and kept in the user's cache.
 
-    question, ways ─► kept for processor, library and threads? ─ yes ─► the fastest
-                                 └ no ─► all ways in turn, some rounds ─► kept
+    question, ways ─► kept for this processor and library? ─ yes ─► the fastest
+                                 └ no ─► all ways in turn, on one thread, some rounds ─► kept
 
 A processor that lists an instruction need not be fast with it: some with AVX512-BF16 multiply float32 twice as fast as
 bfloat16. So instructions decide what can run, and a measurement decides what does. On a GPU nothing is measured.
+
+One thread measures, so that processes with any number of threads choose the same: workers of a stage write one artifact.
 """
 
 import functools
 import logging
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from indexing.machine import onednn_has_bfloat16
+from indexing.machine import one_thread_each, onednn_has_bfloat16, processor_name
 from indexing.store.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def fastest_products(question: Question, device: str) -> Products:
 
 @functools.cache
 def fastest(question: Question) -> str:
-    """The fastest way on this processor; see `measured`. One answer for the life of the process."""
-    return best_of(measured(question))
+    """The fastest way on this processor; see `times_of`. One answer for the life of the process."""
+    return best_of(times_of(question))
 
 
 def best_of(milliseconds: Mapping[str, float]) -> str:
@@ -74,13 +75,14 @@ def best_of(milliseconds: Mapping[str, float]) -> str:
     return best if milliseconds[best] < _BETTER * milliseconds[first] else first
 
 
-def measured(question: Question) -> dict[str, float]:
+def times_of(question: Question) -> dict[str, float]:
     """Milliseconds of each way on this processor, from the user's cache or measured now. A measurement that other work
     disturbed is kept too, so that a command that is run again chooses the same."""
     ways, file = QUESTIONS[question](), cache_file()
     kept = _kept(file, question, ways)
     if kept is None:
-        times, busy = measure(ways)
+        with one_thread_each(1):
+            times, busy = measure(ways)
         kept = _kept(file, question, ways) or times  # another process may have been faster
         _keep(file, question, kept)
         if busy:
@@ -122,16 +124,12 @@ def cache_file() -> Path:
 
 
 @functools.cache
-def this_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What times depend on: the processor's name, instructions that are in use, PyTorch and its threads."""
+def this_processor() -> str:
+    """What times depend on: the processor's name, the instructions that are in use, and PyTorch."""
     import torch
 
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
-    capability = torch.backends.cpu.get_cpu_capability()
-    threads = f"{torch.get_num_threads()} threads"
-    return ", ".join([*(names[:1] or [platform.machine()]), capability, f"torch {torch.__version__}", threads, *limits])
+    return ", ".join([processor_name(), torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__}", *limits])
 
 
 def _kept(file: Path, question: Question, ways: Ways) -> dict[str, float] | None:

@@ -333,7 +333,7 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def shard_size(settings: CorpusSettings, text_bytes: int) -> int:
-    """The bytes of text of a shard of a corpus with so many bytes."""
+    """About how many bytes of text a shard has, in a corpus of `text_bytes`."""
     return settings.shard_bytes or min(MOST_SHARD, max(LEAST_SHARD, text_bytes // _SHARDS))
 
 

@@ -28,15 +28,14 @@ from pipelines.executors.tasks import LocalExecutor, Task, log_failure
 
 log = logging.getLogger("retro")
 
-_WORTH_SECONDS = 3.0  # that the other tasks of a stage would take here, from which workers start: they import for two
-_TASK_SECONDS = 0.01  # of a task: to send shorter ones, such as scans of small files, takes longer than they
-_ATTEMPTS = 3  # deaths of workers from which a task is not started again
-_PATIENCE = 5.0  # seconds for a worker to leave its task when it is told to end
+_WORTH_SECONDS = 3.0  # Workers start if the other tasks of a stage would take longer here. They import for 2 s.
+_TASK_SECONDS = 0.01  # Shorter tasks, such as scans of small files, stay here: sending them would take longer.
+_ATTEMPTS = 3  # starts of a task whose workers die
+_PATIENCE = 5.0  # seconds after which a worker that was asked to end is killed
 _GB = 2**30
-_PEAKS: dict[StageName, int] = {"chunk": _GB, "embed": 2 * _GB, "sparse": 2 * _GB, "add": 2 * _GB}
-_PEAK = int(1.5 * _GB)
-"""Memory of a worker in a stage. With 115 million tokens of Linux a worker took 0.3 GB in `chunk`, 0.5 in `sparse`, 0.7 in
-`suffixes` and 1.5 in `votes`, all three of which reserve as `sparse`."""
+_PEAK = 2 * _GB
+"""Memory of a worker, at most. With 115 million tokens a worker took 0.3 GB in `chunk`, 0.5 in `sparse`, 0.7 in
+`suffixes` and 1.5 in `votes`."""
 _ON_GPU: tuple[StageName, ...] = ("embed", "train_index", "add", "neighbors")
 _GPU = Path("/dev/nvidiactl")
 
@@ -46,20 +45,19 @@ class PoolExecutor:
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self.settings, self.here = settings, LocalExecutor(settings)
-        self.most = settings.workers or usable_cores()
+        self.most = fitting(settings.workers)
         self.pool = _Pool(settings.num_threads or max(1, usable_cores() // self.most))
 
     def map(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
     ) -> Iterator[Any]:
         """See `Executor.map`."""
-        most = min(self.most, len(tasks))
-        if most < 2 or (stage in _ON_GPU and _GPU.exists()) or (most := fitting(stage, most)) < 2:
+        if min(self.most, len(tasks)) < 2 or (stage in _ON_GPU and _GPU.exists()):
             yield from self.here.map(stage, function, tasks, advance)
             return
         done = yield from self._begin(stage, function, tasks, advance)
         if tasks[done:]:
-            yield from _StageRun(stage, self.pool, tasks[done:], most, advance).run(function)
+            yield from _StageRun(stage, self.pool, tasks[done:], self.most, advance).run(function)
 
     def _begin(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
@@ -78,13 +76,12 @@ class PoolExecutor:
         return done
 
 
-def fitting(stage: StageName, most: int) -> int:
-    """Workers of a stage that fit into the machine's memory, at least one and at most `most`."""
-    peak = _PEAKS.get(stage, _PEAK)
-    room = max(1, usable_memory() // peak)
-    if room < most:
-        log.info("%s: %d instead of %d workers fit into the memory, with %.1f GB each", stage, room, most, peak / _GB)
-    return min(room, most)
+def fitting(wanted: int) -> int:
+    """Workers that fit into the machine's memory: `wanted`, 0 = one for each core, but at least one."""
+    room = max(1, usable_memory() // _PEAK)
+    if wanted > room:
+        log.warning("executor.workers = %d: %d fit into the memory, with %d GB each", wanted, room, _PEAK // _GB)
+    return min(wanted or usable_cores(), room)
 
 
 class _Pool:
@@ -161,6 +158,7 @@ class _StageRun:
         finished: their sum.
         shown: units that `advance` has received.
         results: index of a task → its result.
+        told: what workers have logged; each of them compiles the same loops, for example.
         traceback: of the task that failed, as text.
     """
 
@@ -173,6 +171,7 @@ class _StageRun:
         self.units = Counter[int]()
         self.finished = self.shown = 0
         self.results: dict[int, Any] = {}
+        self.told = set[str]()
         self.traceback = ""
 
     def run(self, function: Callable[..., Any]) -> Iterator[Any]:
@@ -206,7 +205,8 @@ class _StageRun:
             return
         except Exception:  # an error whose class takes other arguments than it keeps
             kind, value = "error", RuntimeError(self.traceback)
-        if kind == "log":
+        if kind == "log" and (message := value.getMessage()) not in self.told:
+            self.told.add(message)
             logging.getLogger(value.name).handle(value)
         elif kind == "advance":
             self._count(index, value)
@@ -217,7 +217,7 @@ class _StageRun:
             self._count(index, self.tasks[index].size - self.units[index])
             self.results[index] = value
             self.pool.idle.append(worker)
-        else:
+        elif kind == "error":
             log_failure(self.tasks[index].name, value)
             raise value
 

@@ -89,13 +89,13 @@ def last_checkpoint(
 def precision_of(run: Path, precision: Precision, device: torch.device) -> Precision:
     """The precision of a run's products. `auto` is that of its checkpoints, and in a new run the faster one.
 
-    A run that began in bfloat16 goes on in float32 where the processor cannot multiply it, with a warning.
+    If the processor cannot multiply bfloat16, a run that began in it continues in float32, with a warning.
     """
     if precision != "auto":
         return precision
     kept = _kept_precision(run)
     if kept == "bfloat16" and device.type == "cpu" and not onednn_has_bfloat16():
-        log.warning("%s was trained in bfloat16, which this processor cannot multiply: it goes on in float32", run)
+        log.warning("%s began in bfloat16. This processor cannot multiply it: the run continues in float32.", run)
         return "float32"
     return kept or fastest_products("training", str(device))
 

@@ -6,7 +6,6 @@ corpus (or Python's documentation and sources) ─ draw_sample ─► CorpusSamp
 import heapq
 import json
 import os
-import platform
 import random
 import resource
 import tempfile
@@ -22,7 +21,7 @@ from indexing.corpus.scan import list_files, scan_file, split_of_document
 from indexing.embedding.settings import EmbedderSettings, from_json
 from indexing.index.key import num_lists
 from indexing.index.sharded import Trained, Tuned
-from indexing.machine import usable_memory
+from indexing.machine import processor_name, usable_memory
 from indexing.neighbors.settings import Method
 from indexing.progress import during
 from indexing.store.artifact import read_manifest, stored_json
@@ -134,7 +133,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
             bytes=_bytes_of_text(datastore.folder),
             token_bytes=4 if wide else datastore.train.tokens.shard(0).itemsize,
             dimension=embedder.dimension,
-            machine=f"{_processor()}, {os.cpu_count()} cores",
+            machine=f"{processor_name()}, {os.cpu_count()} cores",
             memory_bytes=usable_memory(),
             peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             source=source,
@@ -344,10 +343,3 @@ def idle_seconds(step: Step) -> float:
     processors it takes less than these.
     """
     return min(step.seconds, step.cpu_seconds)
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -206,13 +206,13 @@ def check_devices() -> list[Finding]:
 def _precisions() -> str:
     """What `auto` is on this CPU, with the times that decided."""
     from indexing.machine import onednn_has_bfloat16
-    from indexing.measured import QUESTIONS, best_of, cache_file, measured
+    from indexing.measured import QUESTIONS, best_of, cache_file, times_of
 
     if not onednn_has_bfloat16():
         return "no products in bfloat16: float32 is used"
     found = []
     for question in QUESTIONS:
-        times = measured(question)
+        times = times_of(question)
         shown = ", ".join(f"{way} {milliseconds:.1f} ms" for way, milliseconds in times.items())
         found.append(f"{best_of(times)} is used in {question} ({shown})")
     return f"{'; '.join(found)}: measured once, kept in {cache_file()}"

@@ -93,10 +93,13 @@ def test_a_gpu_is_not_shared_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert {pid for _, pid in executor.map("embed", work.square, tasks(3), lambda _: None)} == {os.getpid()}
 
 
-def test_messages_of_workers_are_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_workers_are_logged_here_each_once(caplog: pytest.LogCaptureFixture) -> None:
+    executor = PoolExecutor(ExecutorSettings(workers=2))
+    started_worker(executor)
     with caplog.at_level(logging.INFO, "retro"):
-        run(work.speak, tasks(4))
-    assert sorted(record.message for record in caplog.records) == [f"task {number} of a" for number in range(4)]
+        list(executor.map("chunk", work.speak, tasks(4), lambda _: None))
+    messages = sorted(record.message for record in caplog.records)
+    assert messages == ["compiling", *(f"task {number} of a" for number in range(4))]
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.slow)])
@@ -115,13 +118,13 @@ def test_as_many_workers_start_as_fit_into_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process_pool, "usable_memory", lambda: 5 * 2**30)
-    with caplog.at_level(logging.INFO, "retro"):
-        assert fitting("embed", 2) == 2
-        assert not caplog.records
-        assert fitting("embed", 16) == 2
-    assert "embed: 2 instead of 16 workers fit into the memory" in caplog.text
+    monkeypatch.setattr(process_pool, "usable_cores", lambda: 64)
+    assert [fitting(0), fitting(1), fitting(2)] == [2, 1, 2]
+    assert not caplog.records
+    assert fitting(16) == 2
+    assert "executor.workers = 16: 2 fit into the memory" in caplog.text
     monkeypatch.setattr(process_pool, "usable_memory", lambda: 2**20)
-    assert fitting("embed", 16) == 1
+    assert fitting(0) == 1
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

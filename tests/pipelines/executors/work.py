@@ -50,7 +50,8 @@ def fail_as(kind: int, number: int, *, advance: Advance) -> None:
 
 
 def speak(number: int, *, advance: Advance) -> None:
-    """Log a message."""
+    """Log a message of this task, and one that all log."""
+    logging.getLogger("retro").info("compiling")
     logging.getLogger("retro").warning("task %d of %s", number, Path("a"))
     advance(1)
 

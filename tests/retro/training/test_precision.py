@@ -71,11 +71,11 @@ def test_a_damaged_checkpoint_is_passed_over(tiny_run: Path, tmp_path: Path, fas
     assert precision_of(tmp_path, "auto", CPU) == "bfloat16"
 
 
-def test_a_processor_without_bfloat16_goes_on_in_float32(
+def test_a_processor_without_bfloat16_continues_in_float32(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, tiny_run, "bfloat16")
     monkeypatch.setattr("retro.training.run_folder.onednn_has_bfloat16", lambda: False)
     with caplog.at_level(logging.WARNING, "retro"):
         assert precision_of(tmp_path, "auto", CPU) == "float32"
-    assert "goes on in float32" in caplog.text
+    assert "continues in float32" in caplog.text

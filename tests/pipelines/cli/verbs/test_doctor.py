@@ -107,7 +107,7 @@ def test_more_threads_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
 def test_a_cpu_with_bfloat16_shows_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("indexing.machine.onednn_has_bfloat16", lambda: True)
     times = {"training": {"float32": 20.0, "bfloat16": 33.5}, "inference": {"float32": 8.0, "bfloat16": 5.0}}
-    monkeypatch.setattr("indexing.measured.measured", times.__getitem__)
+    monkeypatch.setattr("indexing.measured.times_of", times.__getitem__)
     shown = doctor.check_devices()[-1].message
     assert "float32 is used in training (float32 20.0 ms, bfloat16 33.5 ms)" in shown
     assert "bfloat16 is used in inference" in shown
