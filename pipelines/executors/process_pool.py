@@ -44,7 +44,7 @@ class PoolExecutor:
     """Runs tasks on all cores. A single task, and those that share a GPU, run in this process with all threads."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
-        self.settings, self.here = settings, LocalExecutor(settings)
+        self.here = LocalExecutor(settings)
         self.most = fitting(settings.workers)
         self.pool = _Pool(settings.num_threads or max(1, usable_cores() // self.most))
 

@@ -1,6 +1,11 @@
-"""Read the documents of a file and their tokens."""
+"""Write files, and read their documents and tokens."""
+
+import gzip
+import json
+from pathlib import Path
 
 import numpy as np
+import zstandard
 
 from indexing.corpus.documents import CorpusFile, CorpusProblem, CorpusSettings, Document
 from indexing.corpus.readers import read_documents
@@ -29,3 +34,23 @@ def read_all(path: object) -> tuple[int, int]:
 def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Join the chunks of a document: chunks [n, m] and lengths [n] → tokens [t]."""
     return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]
+
+
+def compress(data: bytes, suffix: str) -> bytes:
+    if suffix == ".gz":
+        return gzip.compress(data)
+    return zstandard.compress(data) if suffix == ".zst" else data
+
+
+def lines(*values: object) -> bytes:
+    return b"".join((value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n" for value in values)
+
+
+def kinds(problems: list[CorpusProblem]) -> list[tuple[str, int]]:
+    return [(problem.kind, problem.line) for problem in problems]
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
