@@ -29,6 +29,23 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 """Name → settings of `retro train`."""
 
+RECIPES |= {
+    f"default, {name}": settings
+    for name, settings in {
+        "cosine to zero": {"train.min-lr-ratio": "0"},
+        "linear to zero": {"train.lr-schedule": "linear", "train.min-lr-ratio": "0"},
+        "wsd to zero": {"train.lr-schedule": "wsd", "train.decay-ratio": "0.4", "train.min-lr-ratio": "0"},
+        "qk norm": {"model.attention.qk-norm": "true"},
+        "weight decay 0": {"train.weight-decay": "0"},
+        "weight decay 1": {"train.weight-decay": "1"},
+        "half the batch": {"train.batch-size": "2", "train.steps": "x2"},
+        "twice the batch": {"train.batch-size": "8", "train.steps": "x0.5"},
+        "beta2 0.99": {"train.beta2": "0.99"},
+        "no clipping": {"train.max-grad-norm": "0"},
+    }.items()
+}
+"""One factor at a time, from the preset's own recipe."""
+
 
 def verb(folder: Path, name: str, values: dict[str, str]) -> None:
     """Run a verb with settings."""
@@ -44,7 +61,10 @@ def train(folder: Path, run: Path, recipe: dict[str, str], seed: int, options: a
     evaluated = {"train.eval-every": "0", "train.eval-tokens": str(options.tokens), "train.checkpoint-every": "1000"}
     common = {"datastore": str(folder / "datastore"), "model.preset": options.preset, "train.warmup-steps": "20"}
     named = {"run": str(run), "train.seed": str(seed), "train.precision": "float32"}
-    verb(folder, "train", common | sizes | evaluated | named | recipe)
+    settings = common | sizes | evaluated | named | recipe
+    if settings["train.steps"].startswith("x"):  # as many tokens
+        settings["train.steps"] = f"{options.steps * float(settings['train.steps'][1:]):.0f}"
+    verb(folder, "train", settings)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = {key: value for line in lines for key, value in line.items()}
     return {

@@ -358,8 +358,7 @@ def _as_numbers(stored: np.ndarray) -> np.ndarray:
 
 def tokens_of_prefixes(texts: Texts, positions: np.ndarray) -> np.ndarray:
     """The tokens of prefixes that runs carry, see `_Writer`: [n] int64 → [n, 65]."""
-    following = (texts.following(positions) + 1).astype(texts.dtype)
-    return np.concatenate([following[:, None], texts.windows(positions, LONGEST)], axis=1)
+    return texts.rows(positions, LONGEST)
 
 
 def heads_of(tokens: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ read it.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,7 @@ from indexing.suffixes.order import (
     tokens_of_prefixes,
 )
 from indexing.suffixes.rows import RowWriter
-from indexing.suffixes.texts import Texts, numbers
+from indexing.suffixes.texts import Texts
 
 RANGE_TOKENS = 1 << 20
 """Prefixes that are sorted at a time. So many that only matches of one to three tokens lie on both sides of a cut."""
@@ -101,12 +101,16 @@ def write_run(
         advance: called with its chunks.
         carried: whether to store the tokens of each prefix with it.
     """
+    from indexing.suffixes.compiled_order import sort_heads  # numba, which takes half a second
+
     positions = texts.shard(shard).positions() + texts.starts[shard]
     # Positions [n] ascend, so a stable sort by heads [n] leaves prefixes with equal heads in the order of positions.
     heads = np.concatenate(
         [texts.heads(positions[block]) for block in blocks(len(positions), _BLOCK)] or [np.empty(0, np.uint64)]
     )
-    positions = positions[np.argsort(heads, kind="stable")]
+    order = np.empty(len(heads), np.int64)
+    sort_heads(heads, order)
+    positions = positions[order]
     with _Writer(work, texts, int(texts.starts[-1]), carried=carried) as file:
         for block in (positions[rows] for rows in blocks(len(positions), _BLOCK)):
             file.append(block, tokens_of_prefixes(texts, block) if carried else None)
@@ -148,7 +152,7 @@ def write_part(
 
     The text is not read if all runs carry tokens.
 
-    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 300 if runs carry tokens of 16
+    Memory: about 200 bytes for each of 2^20 prefixes, or as many as have the same head; 350 if tokens have more than 16
     bits.
 
     Args:
@@ -172,11 +176,12 @@ def write_part(
         RowWriter(work, texts.dtype) if is_order else nullcontext() as rows,
     ):
         for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
-            positions, order, tokens = _sorted_range(texts, opened, low, high, compared)
+            positions, tokens, order = _sorted_range(texts, opened, low, high, compared)
             for block in (order[part] for part in blocks(len(order), _BLOCK)):
-                file.append(positions[block], None if tokens is None else tokens[block])
+                of_block = tokens[block]
+                file.append(positions[block], of_block)
                 if rows:
-                    rows.append(tokens_of_prefixes(texts, positions[block]) if tokens is None else tokens[block])
+                    rows.append(of_block)
             written += len(positions)
             advance(len(positions))
     return written
@@ -184,16 +189,16 @@ def write_part(
 
 def _sorted_range(
     texts: Texts, runs: Sequence[Prefixes], first: int, stop: int, compared: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The prefixes of some runs whose heads are in [first, stop): positions [n], their order [n], and tokens [n, 65] if
-    all runs carry them."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The prefixes of some runs whose heads are in [first, stop): positions [n], their tokens [n, 1 + compared], or [n,
+    65] if all runs carry them, and their order [n]."""
     rows = [(run, run.between(first, stop)) for run in runs]
     positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
-    if not all(run.carried for run in runs):
-        return positions, order_of_prefixes(texts, positions, compared), None
-    # [n, 65]: column 0 is the token after the prefix, which does not decide its place in the order.
-    tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
-    return positions, order_of_windows(tokens[:, 1:], compared), tokens
+    if all(run.carried for run in runs):
+        tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
+    else:
+        tokens = texts.rows(positions, compared)
+    return positions, tokens, order_of(tokens, compared)
 
 
 def copy_part(work: Path, texts: Texts, part: Path) -> int:
@@ -236,53 +241,15 @@ def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
 
 
-def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGEST) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens; equal ones stay in their order. Tokens are read as far back as
-    they decide."""
-
-    available = texts.available(positions)
-
-    def keys(rows: np.ndarray, column: int) -> np.ndarray:
-        return texts.words(positions[rows], available[rows], column * texts.head_tokens)
-
-    return order_of(len(positions), keys, compared // texts.head_tokens)
-
-
-def order_of_windows(windows: np.ndarray, compared: int = LONGEST) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens, which are [n, 64], see `ShardText.windows`; equal ones stay in
-    their order."""
-    width = 8 // windows.itemsize
-
-    def keys(rows: np.ndarray, column: int) -> np.ndarray:
-        return numbers(windows[rows, column * width : (column + 1) * width])[:, 0]
-
-    return order_of(len(windows), keys, compared // width)
-
-
-def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns: int) -> np.ndarray:
-    """The order [n] of rows that are compared column by column; equal rows stay in their order.
+def order_of(tokens: np.ndarray, compared: int = LONGEST) -> np.ndarray:
+    """The order [n] of prefixes by their last tokens; equal ones stay in their order.
 
     Args:
-        count: number of rows.
-        keys: gives the numbers [r] uint64 of some rows [r] in a column. Columns after the first are read for ties only.
-        columns: number of columns.
+        tokens: of prefixes, [n, 1 + compared or more], see `Texts.rows`.
+        compared: tokens that decide.
     """
-    # The first column is read and sorted for all n rows. Later ones are for ties only.
-    values = keys(np.arange(count), 0)
-    order = np.argsort(values, kind="stable")
-    values = values[order]
-    tied = values[1:] == values[:-1]  # [n - 1]: row i + 1 of the order equals row i so far
-    for column in range(1, columns):
-        # Places [t] in the order that are tied to the next or the one before, and the number of their run of equal
-        # rows.
-        places = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
-        if not len(places):
-            break
-        group = np.cumsum(~np.append(False, tied))[places]
-        values = keys(order[places], column)
-        # By group, then by value: rows move inside of their group only. It is stable, as the first sort.
-        inner = np.lexsort((values, group))
-        order[places], values = order[places][inner], values[inner]
-        tied[:] = False
-        tied[places[:-1][(group[1:] == group[:-1]) & (values[1:] == values[:-1])]] = True
+    from indexing.suffixes.compiled_order import sort_rows
+
+    order = np.empty(len(tokens), np.int64)
+    sort_rows(tokens, compared, order)
     return order

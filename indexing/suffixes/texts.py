@@ -51,47 +51,34 @@ class ShardText:
         """The tokens of prefixes: [n] → [n] int64."""
         return positions + 1 - np.asarray(self.offsets)[self.documents(positions)] * self.chunk_length
 
-    def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
-        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document
-        begins."""
-        available, window = self.available(positions), np.zeros((len(positions), count), dtype)
-        whole = positions >= count - 1  # the others are at the begin of the shard
-        if whole.any():
-            runs = np.lib.stride_tricks.sliding_window_view(self.tokens, count)
-            window[whole] = runs[positions[whole] - count + 1, ::-1]
-        for row in np.flatnonzero(~whole):
-            window[row, : positions[row] + 1] = self.tokens[positions[row] :: -1]
-        window += dtype.type(1)
-        window *= np.arange(count) < available[:, None]
-        return window
+    def read_rows(self, positions: np.ndarray, rows: "_Rows", out: np.ndarray) -> None:
+        """Read the token after prefixes and their last ones, see `Texts.rows`, into rows [n] of `out`."""
+        from indexing.suffixes.compiled_order import read_rows  # numba, which takes half a second
 
-    def words(self, ends: np.ndarray, available: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Up to 8 bytes of tokens plus 1, the one at the end in the highest bits, zero behind those that are available.
+        self._check(positions)
+        places = np.arange(len(positions)) if isinstance(rows, slice) else rows
+        read_rows(self.tokens, self.lengths, self.begins, self.chunk_length, positions, places, out)
 
-        Eight bytes of a file are such a number already: the lowest byte is first there.
+    def heads(self, positions: np.ndarray, width: int) -> np.ndarray:
+        """The last `width` tokens plus 1 of prefixes as numbers, 0 before a document begins: [n] → [n] uint64."""
+        from indexing.suffixes.compiled_order import read_heads
 
-        Args:
-            ends: positions [n].
-            available: how many tokens up to each are taken, if the number has room for them, [n].
-            dtype: of a token plus 1.
+        self._check(positions)
+        out = np.empty(len(positions), np.uint64)
+        read_heads(self.tokens, self.begins, self.chunk_length, positions, width, out)
+        return out
 
-        Returns:
-            [n] uint64.
-        """
-        width, bits = 8 // dtype.itemsize, 8 * dtype.itemsize
-        missing = (width - 1 - ends).clip(0, width - 1)  # tokens that the file would need before its begin
-        read = self._words(dtype)[(ends - width + 1).clip(0)] << (bits * missing).astype(np.uint64)
-        dropped = (bits * (width - available.clip(1, width))).astype(np.uint64)
-        one_each = np.uint64(sum(1 << bits * place for place in range(width)))
-        return np.where(available > 0, (read + one_each) >> dropped << dropped, np.uint64(0))
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """Whether a document begins with each chunk: [chunks] bool."""
+        begins = np.zeros(len(self.lengths), bool)
+        begins[self.offsets[self.offsets < len(begins)]] = True
+        return begins
 
-    def _words(self, dtype: np.dtype) -> np.ndarray:
-        """The 8 bytes from each token on, [tokens - width + 1] uint64, a view unless tokens are narrower than
-        `dtype`."""
-        tokens, width = self.tokens.astype(dtype, copy=False), 8 // dtype.itemsize
-        if len(tokens) < width:
-            tokens = np.pad(tokens, (0, width - len(tokens)))
-        return np.ndarray((len(tokens) - width + 1,), "<u8", np.ascontiguousarray(tokens), strides=(dtype.itemsize,))
+    def _check(self, positions: np.ndarray) -> None:
+        """Raise IndexError for positions outside of the text, which would end the process."""
+        if len(positions) and not 0 <= positions.min() <= positions.max() < len(self.tokens):
+            raise IndexError(f"positions {positions.min()} to {positions.max()} of {len(self.tokens)}")
 
     def following(self, positions: np.ndarray) -> np.ndarray:
         """The next token of the same document, [n] int64; -1 = none."""
@@ -168,29 +155,23 @@ class Texts:
             out[rows] = read(self.shard(shard), positions[rows] - self.starts[shard], rows)
         return out
 
+    def rows(self, positions: np.ndarray, count: int) -> np.ndarray:
+        """The token after prefixes, then their last `count` ones backwards, all plus 1, 0 = none: [n] int64 → [n, 1 +
+        count] of `dtype`."""
+        out = np.empty((len(positions), 1 + count), self.dtype)
+        for shard, rows in self._by_shard(positions):
+            self.shard(shard).read_rows(positions[rows] - self.starts[shard], rows, out)
+        return out
+
     def windows(self, positions: np.ndarray, count: int) -> np.ndarray:
-        """`ShardText.windows` of positions of all shards: [n] int64 → [n, count] of `dtype`."""
-        out = np.empty((len(positions), count), self.dtype)
-        return self._read(out, positions, lambda text, own, _: text.windows(own, count, self.dtype))
+        """The last `count` tokens of prefixes, backwards and plus 1, 0 before a document begins: [n] int64 → [n, count]
+        of `dtype`."""
+        return np.ascontiguousarray(self.rows(positions, count)[:, 1:])
 
     def available(self, positions: np.ndarray) -> np.ndarray:
         """The tokens of prefixes, by the positions of their last ones: [n] int64 → [n] int64."""
         out = np.empty(len(positions), np.int64)
         return self._read(out, positions, lambda text, own, _: text.available(own))
-
-    def words(self, positions: np.ndarray, available: np.ndarray, skip: int) -> np.ndarray:
-        """The tokens of prefixes before their last `skip` ones, as numbers that compare like them: [n], [n] → [n]
-        uint64.
-
-        Args:
-            positions: of the last tokens of the prefixes.
-            available: tokens of the prefixes.
-            skip: tokens that are left out.
-        """
-        out = np.empty(len(positions), np.uint64)
-        return self._read(
-            out, positions, lambda text, own, rows: text.words(own - skip, available[rows] - skip, self.dtype)
-        )
 
     def following(self, positions: np.ndarray) -> np.ndarray:
         """`ShardText.following` of positions of all shards: [n] int64 → [n] int64."""
@@ -204,7 +185,8 @@ class Texts:
 
     def heads(self, positions: np.ndarray) -> np.ndarray:
         """The last 8 bytes of tokens of prefixes, as numbers that compare like them: [n] int64 → [n] uint64."""
-        return self.words(positions, self.available(positions), 0)
+        out = np.empty(len(positions), np.uint64)
+        return self._read(out, positions, lambda text, own, _: text.heads(own, self.head_tokens))
 
 
 def numbers(window: np.ndarray) -> np.ndarray:

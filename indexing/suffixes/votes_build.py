@@ -28,7 +28,7 @@ from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.order import Prefixes, blocks, sampled_rows, stored_orders, with_tokens
-from indexing.suffixes.order_build import RANGE_TOKENS, order_of_windows, write_run
+from indexing.suffixes.order_build import RANGE_TOKENS, order_of, write_run
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, packed, vote_dtype
@@ -410,7 +410,7 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
     read = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     # Sorted rows from here on. Sources and positions stay in the order in which they were read; `votes[order]` leads
     # back.
-    order = order_of_windows(read[:, 1:])
+    order = order_of(read)
     following, window = read[order, 0].astype(np.int64) - 1, read[order, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
     shards = [np.searchsorted(texts.starts, positions, side="right") - 1 for texts, positions in pairs]

@@ -41,18 +41,6 @@ from tests.indexing.suffixes.whole_search import (
 )
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_carried_tokens_give_the_order_that_the_text_gives(datastore: Datastore, dtype: type) -> None:
-    texts = Texts(datastore.train)
-    texts.__dict__["dtype"] = np.dtype(dtype)
-    positions = np.concatenate([texts.shard(shard).positions() + texts.starts[shard] for shard in range(2)])
-    np.random.default_rng(0).shuffle(positions)
-    windows = texts.windows(positions, LONGEST)
-    for compared in (texts.head_tokens, LONGEST):
-        from_text = order_build.order_of_prefixes(texts, positions, compared)
-        assert order_build.order_of_windows(windows, compared).tolist() == from_text.tolist()
-
-
 def test_a_merge_of_runs_that_carry_tokens_does_not_read_the_text(
     datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,10 +190,20 @@ def test_positions_have_as_many_bytes_as_they_need() -> None:
     assert [position_bytes(count) for count in (0, 1, 2**32, 2**32 + 1, 2**40, 2**40 + 1)] == [4, 4, 4, 5, 5, 6]
 
 
-def test_order_is_that_of_the_rows() -> None:
-    keys = np.random.default_rng(0).integers(0, 3, (500, 6)).astype(np.uint64)
-    found = order_of(500, lambda rows, column: keys[rows, column], 6)
-    assert found.tolist() == sorted(range(500), key=lambda row: keys[row].tolist())
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("values", [1, 2, 200, 65_000])
+def test_order_is_that_of_the_rows(dtype: type, values: int) -> None:
+    """Of few and of many equal ones, which stay in their order, and of documents that end at any place."""
+    random, width = np.random.default_rng(0), 8 // np.dtype(dtype).itemsize
+    rows = random.integers(1, values + 1, (3000, 1 + LONGEST)).astype(dtype)
+    rows[random.integers(0, 3000, 1500)] = rows[random.integers(0, 3000, 1500)]  # equal, or
+    rows[::3, 1:30] = rows[0, 1:30]  # equal at first
+    for row, length in enumerate(random.integers(0, 4 * LONGEST, len(rows)).tolist()):
+        rows[row, 1 + length :] = 0
+    for count in (0, 1, 2, 50, 3000):
+        for compared in (width, LONGEST):
+            key = [tuple(row[1 : 1 + compared]) for row in rows[:count].tolist()]
+            assert order_of(rows[:count], compared).tolist() == sorted(range(count), key=key.__getitem__)
 
 
 def test_a_grown_datastore_has_few_orders_each_larger_than_the_next() -> None:

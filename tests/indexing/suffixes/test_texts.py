@@ -10,22 +10,48 @@ from indexing.suffixes.order import (
 from indexing.suffixes.texts import Texts
 
 
+def rows_one_by_one(texts: Texts, positions: np.ndarray, count: int) -> list[list[int]]:
+    """What `Texts.rows` reads, from the documents' tokens."""
+    split, rows = texts.split, []
+    for position in positions.tolist():
+        chunk = position // split.chunk_length
+        document = int(split.documents_of(np.array([chunk]))[0][0])
+        first, stop = split.chunk_range(document)
+        lengths = split.lengths.read(first, stop)
+        tokens = np.concatenate([row[:n] for row, n in zip(split.tokens.read(first, stop), lengths, strict=True)])
+        end = position - first * split.chunk_length
+        before = [int(token) + 1 for token in tokens[: end + 1][::-1][:count]]
+        after = int(tokens[end + 1]) + 1 if end + 1 < len(tokens) else 0
+        rows.append([after, *before, *[0] * (count - len(before))])
+    return rows
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_words_compare_like_the_tokens_of_prefixes(datastore: Datastore, dtype: type) -> None:
-    """Also in the first chunks of a shard, where eight bytes begin before the file does, and with larger token ids."""
+def test_rows_and_heads_are_the_tokens_of_the_document(datastore: Datastore, dtype: type) -> None:
+    """Also at the beginnings and ends of chunks, documents and shards, in any order."""
     texts = Texts(datastore.train)
-    texts.__dict__["dtype"], width = np.dtype(dtype), 8 // np.dtype(dtype).itemsize
-    for shard in range(len(texts.starts) - 1):
-        positions = texts.shard(shard).positions() + texts.starts[shard]
-        available, windows = texts.available(positions), texts.windows(positions, LONGEST).astype(object)
-        assert windows[0].tolist()[1:] == [0] * (LONGEST - 1)
-        for skip in (0, width, LONGEST - width):
-            expected = [0] * len(positions)
-            for token in range(skip, skip + width):
-                expected = [
-                    number << 64 // width | int(row[token]) for number, row in zip(expected, windows, strict=True)
-                ]
-            assert texts.words(positions, available, skip).tolist() == expected
+    texts.__dict__["dtype"] = np.dtype(dtype)
+    shards = range(len(texts.starts) - 1)
+    positions = np.concatenate([texts.shard(shard).positions() + texts.starts[shard] for shard in shards])
+    np.random.default_rng(0).shuffle(positions)
+    expected = rows_one_by_one(texts, positions, LONGEST)
+    assert texts.rows(positions, LONGEST).tolist() == expected
+    assert texts.rows(positions, 3).tolist() == [row[:4] for row in expected]
+    assert texts.windows(positions, 5).tolist() == [row[1:6] for row in expected]
+    assert texts.following(positions).tolist() == [row[0] - 1 for row in expected]
+    bits = 64 // texts.head_tokens
+    heads = [
+        sum(token << bits * place for place, token in enumerate(reversed(row[1 : 1 + texts.head_tokens])))
+        for row in expected
+    ]
+    assert texts.heads(positions).tolist() == heads
+
+
+def test_positions_outside_of_the_text_are_refused(datastore: Datastore) -> None:
+    text = Texts(datastore.train).shard(0)
+    for wrong in (-1, len(text.tokens)):
+        with pytest.raises(IndexError):
+            text.heads(np.array([0, wrong]), 4)
 
 
 def test_some_positions_of_a_shard_are_every_nth_of_all(datastore: Datastore) -> None:

@@ -291,16 +291,16 @@ def test_tokens_that_sorted_prefixes_carry_give_the_same_votes_without_reading_t
     shutil.copytree(datastore.folder, tmp_path / "datastore", ignore=ignored)
     config = replace(tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl"), skip_stages=())
     build_local(config, only="suffixes")
-    kept, windows, read = config.datastore / "suffixes" / "runs", Texts.windows, set[str]()
+    kept, rows, read = config.datastore / "suffixes" / "runs", Texts.rows, set[str]()
     assert [path.name for path in kept.iterdir()] == ["00000-00001-00000"]
     build_local(config, only="suffixes")
     assert kept.exists()
 
     def counted(texts: Texts, positions: np.ndarray, count: int) -> np.ndarray:
         read.add(texts.split.name)
-        return windows(texts, positions, count)
+        return rows(texts, positions, count)
 
-    monkeypatch.setattr(Texts, "windows", counted)
+    monkeypatch.setattr(Texts, "rows", counted)
     build_local(config, only="votes")
     assert read
     assert "train" not in read

@@ -1,0 +1,190 @@
+"""Compiled loops that make an order: they read the last tokens of prefixes, and sort by these.
+
+    first 8 bytes of tokens ─ radix sort ─► groups of equal ones ─ the next 8 bytes, for groups of two and more ─► … ─► the order
+
+Rows are [1 + w]: the token after a prefix, then its last w ones backwards, all plus 1; 0 = none.
+"""
+
+import numpy as np
+
+from indexing.machine import compiled
+
+_BYTE, _BITS = np.uint64(255), np.uint64(8)
+_FEW = 48  # rows that are sorted by insertion
+
+
+@compiled
+def read_rows(
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    begins: np.ndarray,
+    chunk_length: int,
+    ends: np.ndarray,
+    places: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Read the rows of prefixes of one shard, `out[places[i]]` for the one that ends at `ends[i]`.
+
+    Args:
+        tokens: [chunks · m].
+        lengths: [chunks], real tokens of each.
+        begins: [chunks] bool, whether a document begins with it.
+        chunk_length: m.
+        ends: [n], below chunks · m.
+        places: [n], rows of `out`.
+        out: [rows, 1 + w].
+    """
+    most = out.shape[1] - 1
+    for i in range(len(ends)):
+        end, row = ends[i], out[places[i]]
+        chunk = (end + 1) // chunk_length
+        is_in_chunk = chunk < len(begins) and end + 1 - chunk * chunk_length < lengths[chunk]
+        follows = is_in_chunk and not (begins[chunk] and (end + 1) % chunk_length == 0)
+        row[0] = tokens[end + 1] + 1 if follows else 0
+        count = min(most, _available(begins, chunk_length, end, most))
+        for place in range(count):
+            row[1 + place] = tokens[end - place] + 1
+        for place in range(count, most):
+            row[1 + place] = 0
+
+
+@compiled
+def read_heads(
+    tokens: np.ndarray, begins: np.ndarray, chunk_length: int, ends: np.ndarray, width: int, out: np.ndarray
+) -> None:
+    """Read the last `width` tokens plus 1 of prefixes of one shard as numbers, [n] uint64; see `read_rows`."""
+    bits = np.uint64(64 // width)
+    for i in range(len(ends)):
+        available, head = _available(begins, chunk_length, ends[i], width), np.uint64(0)
+        for place in range(width):
+            head <<= bits
+            if place < available:
+                head |= np.uint64(tokens[ends[i] - place] + 1)
+        out[i] = head
+
+
+@compiled
+def _available(begins: np.ndarray, chunk_length: int, end: int, most: int) -> int:
+    """Tokens of the document up to `end`; if there are more than `most`, perhaps not all."""
+    chunk = end // chunk_length
+    while chunk > 0 and not begins[chunk] and end + 1 - chunk * chunk_length < most:
+        chunk -= 1
+    return end + 1 - chunk * chunk_length
+
+
+@compiled
+def sort_heads(heads: np.ndarray, order: np.ndarray) -> None:
+    """Sort heads [n] in place; `order` [n] int64 receives their numbers. Equal ones stay in their order."""
+    for place in range(len(order)):
+        order[place] = place
+    spare = np.empty(len(heads), np.uint64), np.empty(len(heads), np.int64)
+    _sort(heads, order, 0, len(heads), spare, np.empty(256, np.int64))
+
+
+@compiled
+def sort_rows(rows: np.ndarray, compared: int, order: np.ndarray) -> None:
+    """Sort rows [n, 1 + w] by the first `compared` of their last tokens; equal ones stay in their order.
+
+    Args:
+        rows: the rows.
+        compared: tokens, whole words of 8 bytes.
+        order: receives the numbers of the rows, [n] int64.
+    """
+    count, width = len(rows), 8 // rows.itemsize
+    keys, spare = np.empty(count, np.uint64), (np.empty(count, np.uint64), np.empty(count, np.int64))
+    for row in range(count):
+        order[row], keys[row] = row, _word(rows[row], 0, width)
+    counts = np.empty(256, np.int64)
+    _sort(keys, order, 0, count, spare, counts)
+    # Groups [first, stop) of rows that are equal so far: those of this word, and those of the next.
+    groups, later = np.empty((count // 2 + 1, 2), np.int64), np.empty((count // 2 + 1, 2), np.int64)
+    first = 0
+    while first < count:
+        stop, word = _end_of_group(keys, first, count), 1
+        found = _add_groups(keys, first, stop, width, groups, 0)
+        while found and word < compared // width:
+            found_later = 0
+            for group in range(found):
+                start, end = groups[group]
+                for place in range(start, end):
+                    keys[place] = _word(rows[order[place]], word, width)
+                _sort(keys, order, start, end, spare, counts)
+                found_later = _add_groups(keys, start, end, width, later, found_later)
+            groups, later, found, word = later, groups, found_later, word + 1
+        first = stop
+
+
+@compiled
+def _word(row: np.ndarray, number: int, width: int) -> np.uint64:
+    """A word of a row: `width` tokens, the first one in the highest bits."""
+    word, bits = np.uint64(0), np.uint64(64 // width)
+    for place in range(1 + number * width, 1 + (number + 1) * width):
+        word = word << bits | np.uint64(row[place])
+    return word
+
+
+@compiled
+def _end_of_group(keys: np.ndarray, first: int, count: int) -> int:
+    """The end of the equal keys that begin at `first`."""
+    stop = first + 1
+    while stop < count and keys[stop] == keys[first]:
+        stop += 1
+    return stop
+
+
+@compiled
+def _add_groups(keys: np.ndarray, first: int, stop: int, width: int, groups: np.ndarray, found: int) -> int:
+    """Add the groups of equal keys in [first, stop) that have two rows or more, and whose documents go on before this
+    word."""
+    last = np.uint64(1 << 64 // width) - np.uint64(1)  # the bits of a word's last token
+    while first < stop:
+        end = _end_of_group(keys, first, stop)
+        if end - first > 1 and keys[first] & last:
+            groups[found, 0], groups[found, 1] = first, end
+            found += 1
+        first = end
+    return found
+
+
+@compiled
+def _sort(
+    keys: np.ndarray,
+    rows: np.ndarray,
+    first: int,
+    stop: int,
+    spare: tuple[np.ndarray, np.ndarray],
+    counts: np.ndarray,
+) -> None:
+    """Sort [first, stop) of keys, with their rows; equal keys stay in their order."""
+    differ = np.uint64(0)
+    for place in range(first + 1, stop):
+        differ |= keys[place] ^ keys[first]
+    if differ == 0:
+        return
+    if stop - first <= _FEW:
+        for place in range(first + 1, stop):
+            key, row, to = keys[place], rows[place], place
+            while to > first and keys[to - 1] > key:
+                keys[to], rows[to] = keys[to - 1], rows[to - 1]
+                to -= 1
+            keys[to], rows[to] = key, row
+        return
+    read, read_rows, write, write_rows, in_spare = keys, rows, spare[0], spare[1], False
+    for byte in range(8):  # the lowest first; those that are equal in all keys change nothing
+        shift = np.uint64(byte) * _BITS
+        if not differ >> shift & _BYTE:
+            continue
+        counts[:] = 0
+        for place in range(first, stop):
+            counts[np.int64(read[place] >> shift & _BYTE)] += 1
+        begin = np.int64(first)
+        for digit in range(256):
+            begin, counts[digit] = begin + counts[digit], begin
+        for place in range(first, stop):
+            value = np.int64(read[place] >> shift & _BYTE)
+            to = counts[value]
+            write[to], write_rows[to] = read[place], read_rows[place]
+            counts[value] = to + 1
+        read, read_rows, write, write_rows, in_spare = write, write_rows, read, read_rows, not in_spare
+    if in_spare:
+        keys[first:stop], rows[first:stop] = spare[0][first:stop], spare[1][first:stop]
