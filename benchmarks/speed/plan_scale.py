@@ -52,10 +52,8 @@ from pipelines.cli.results import Table
 _FILES = 3  # of a task of `votes`: positions, votes and offsets, without manifests
 _SPLITS = 3
 _STORED = 9  # bytes of the compressed votes of a token, measured (docs/results/scale.md)
-_MERGED, _CARRIED = (
-    60,
-    120,
-)  # bytes of a prefix in a merge, see `order_build.write_part`, and more for each byte of a token that runs carry
+_MERGED, _TOKENS = 60, 65
+"""Bytes of a prefix in a merge, see `order_build.write_part`, and more for each byte of a token."""
 _VOTES = 1.3e9  # bytes of a process that finds votes, measured with 311 million tokens (docs/results/scale.md)
 
 
@@ -261,10 +259,10 @@ def main() -> None:
     say(
         f"parts of {PART_TOKENS:,} prefixes, ranges of {RANGE_TOKENS:,}, at most {FAN_IN} runs and {FAN_OUT} blocks of shards"
     )
-    merge = RANGE_TOKENS * (_MERGED + _CARRIED * options.token_bytes)
+    merge = RANGE_TOKENS * (_MERGED + _TOKENS * options.token_bytes)
     say(
-        f"memory of a task: a run {RUN_BYTES * options.shard_tokens / 1e9:.2f} GB, a merge {RANGE_TOKENS * _MERGED / 1e9:.2f} GB or, with tokens "
-        f"in the runs, {merge / 1e9:.2f} GB, votes {_VOTES / 1e9:.1f} GB (measured)"
+        f"memory of a task: a run {RUN_BYTES * options.shard_tokens / 1e9:.2f} GB, a merge {merge / 1e9:.2f} GB, "
+        f"votes {_VOTES / 1e9:.1f} GB (measured)"
     )
     say(markdown(table(options)))
     say(markdown(grown(1000)))

@@ -414,22 +414,54 @@ def count_votes(
         candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
         numbers: [n, 4] uint8, receives size code and shares.
     """
-    found = np.empty(SAMPLED, np.int32)
+    voters, others = np.empty((SAMPLED, 2), np.int64), np.empty(SAMPLED, np.int32)
+    drawn, kept = 0, 0
     for i in range(len(rows)):
         row, counted = rows[i], 0
-        step = _stride(high[i] - low[i], _MOST)
-        begin = -(-(low[i] + before) // step)
-        there = -(-(high[i] + before) // step) - begin
-        drawn = min(SAMPLED, there)
-        for number in range(drawn):
-            voter = (begin + number * there // drawn) * step - before
-            if documents[voter] != own[row] and following[voter] >= 0:
-                counted = _insert(found, counted, following[voter])
+        if i == 0 or low[i] != low[i - 1] or high[i] != high[i - 1]:  # adjacent rows often have the same voters
+            drawn, kept = _draw(low[i], high[i], before, documents, following, voters)
+        for number in range(kept):
+            if voters[number, 1] != own[row]:
+                others[counted] = voters[number, 0]
+                counted += 1
         total = size[i] * counted // max(1, drawn)
         if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
-            found[0] = nearest[row]
+            others[0] = nearest[row]
             counted = total = 1
-        elect(found, counted, total, candidates[row], numbers[i])
+        elect(others, counted, total, candidates[row], numbers[i])
+
+
+@compiled
+def _draw(
+    low: int, high: int, before: int, documents: np.ndarray, following: np.ndarray, voters: np.ndarray
+) -> tuple[int, int]:
+    """Draw at most 32 of the voters [low, high), see `count_votes`.
+
+    Args:
+        low: first voter.
+        high: the one after the last.
+        before: as there.
+        documents: as there.
+        following: as there.
+        voters: [32, 2], receives the token after each voter, in order of ids, and its document.
+
+    Returns:
+        how many were drawn, and how many of these are followed by a token.
+    """
+    step, kept = _stride(high - low, _MOST), 0
+    begin = -(-(low + before) // step)
+    there = -(-(high + before) // step) - begin
+    drawn = min(SAMPLED, there)
+    for number in range(drawn):
+        voter = (begin + number * there // drawn) * step - before
+        token, place = following[voter], kept
+        if token >= 0:
+            while place > 0 and voters[place - 1, 0] > token:
+                voters[place] = voters[place - 1]
+                place -= 1
+            voters[place, 0], voters[place, 1] = token, documents[voter]
+            kept += 1
+    return drawn, kept
 
 
 @compiled

@@ -39,7 +39,7 @@ from indexing.suffixes.texts import Texts
 
 RANGE_TOKENS = 1 << 20
 """Prefixes that are sorted at a time. So many that only matches of one to three tokens lie on both sides of a cut."""
-RUN_BYTES = 32
+RUN_BYTES = 40
 """Memory for each token of a shard whose prefixes are sorted."""
 _SAMPLES = 1 << 12  # heads of a shard that decide where an order is cut
 _BLOCK = 1 << 18
@@ -152,7 +152,7 @@ def write_part(
 
     The text is not read if all runs carry tokens.
 
-    Memory: about 200 bytes for each of 2^20 prefixes, or as many as have the same head; 350 if tokens have more than 16
+    Memory: about 200 bytes for each of 2^20 prefixes, or as many as have the same head; 320 if tokens have more than 16
     bits.
 
     Args:

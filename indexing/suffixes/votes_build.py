@@ -244,12 +244,12 @@ def votes_in_range(
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     # Rows are sorted by their last tokens. So of all voters the nearest one above or below shares most tokens with a
     # row.
-    before, after = _nearest_of_other_documents(rows, voters, own)
+    voters_before = np.append(0, np.cumsum(voting))  # voters before row i, [n + 1]
+    before, after = _nearest_of_other_documents(voters, voters_before, own)
     sides = np.stack([_common(window, before), _common(window, after)])
     length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
-    # Tokens shared by rows i and i + 1, [n - 1]; voters before row i, [n + 1]: rows [a, b) have the voters between two
-    # of these.
-    common, voters_before = _common(window, rows[1:]), np.append(0, np.cumsum(voting))
+    # Tokens shared by rows i and i + 1, [n - 1]. Rows [a, b) have the voters between two numbers of voters before them.
+    common = _common(window, rows[1:])
     # Documents and next tokens of the voters of the range, then of those of cut matches: a row's voters are a slice of
     # both.
     poll = (
@@ -348,10 +348,17 @@ def _drawn(
     return edges[number], edges[number + 1], size + sizes[1:].sum(axis=0)[number], documents, following
 
 
-def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 =
-    none."""
-    none = np.full(len(rows), -1)
+def _nearest_of_other_documents(
+    voters: np.ndarray, voters_before: np.ndarray, own: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 = none.
+
+    Args:
+        voters: rows that vote, ascending.
+        voters_before: number of voters before each row, and of all, [n + 1].
+        own: document of each row, [n].
+    """
+    none = np.full(len(own), -1)
     if not len(voters):
         return none, none
     document = own[voters]
@@ -363,13 +370,12 @@ def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.nd
     def other(number: np.ndarray, beyond: np.ndarray) -> np.ndarray:
         """The voters with these numbers; those of the own document are replaced by `beyond` their run."""
         there = (number >= 0) & (number < len(voters))
-        same = there & (document[number.clip(0, len(voters) - 1)] == own[rows])
+        same = there & (document[number.clip(0, len(voters) - 1)] == own)
         number = np.where(same, beyond[run[number.clip(0, len(voters) - 1)]], number)
         there = (number >= 0) & (number < len(voters))
         return np.where(there, voters[number.clip(0, len(voters) - 1)], none)
 
-    before = other(np.searchsorted(voters, rows) - 1, begins - 1)
-    return before, other(np.searchsorted(voters, rows, side="right"), ends)
+    return other(voters_before[:-1] - 1, begins - 1), other(voters_before[1:], ends)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -411,7 +417,8 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
     # Sorted rows from here on. Sources and positions stay in the order in which they were read; `votes[order]` leads
     # back.
     order = order_of(read)
-    following, window = read[order, 0].astype(np.int64) - 1, read[order, 1:]
+    read = read[order]
+    following, window = read[:, 0].astype(np.int64) - 1, read[:, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
     shards = [np.searchsorted(texts.starts, positions, side="right") - 1 for texts, positions in pairs]
     local = [positions - texts.starts[shard] for (texts, positions), shard in zip(pairs, shards, strict=True)]
