@@ -83,6 +83,7 @@ def write_tokens(split: Split, folder: Path) -> str:
 
 def build_theirs(python: Path, folder: Path, dtype: str) -> dict[str, float]:
     """Seconds, CPU seconds and peak memory of infini-gram's suffix array on one core."""
+    (folder / "table.0").unlink(missing_ok=True)  # it keeps one that is there
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # it sets this limit
     options = f"--token_dtype {dtype} --cpus 1 --mem 8 --ulimit {files}".split()
     folders = ["--data_dir", str(folder), "--save_dir", str(folder)]
