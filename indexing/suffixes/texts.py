@@ -51,6 +51,20 @@ class ShardText:
         """The tokens of prefixes: [n] → [n] int64."""
         return positions + 1 - np.asarray(self.offsets)[self.documents(positions)] * self.chunk_length
 
+    def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document
+        begins."""
+        available, window = self.available(positions), np.zeros((len(positions), count), dtype)
+        whole = positions >= count - 1  # the others are at the begin of the shard
+        if whole.any():
+            runs = np.lib.stride_tricks.sliding_window_view(self.tokens, count)
+            window[whole] = runs[positions[whole] - count + 1, ::-1]
+        for row in np.flatnonzero(~whole):
+            window[row, : positions[row] + 1] = self.tokens[positions[row] :: -1]
+        window += dtype.type(1)
+        window *= np.arange(count) < available[:, None]
+        return window
+
     def read_rows(self, positions: np.ndarray, rows: "_Rows", out: np.ndarray) -> None:
         """Read the token after prefixes and their last ones, see `Texts.rows`, into rows [n] of `out`."""
         from indexing.suffixes.compiled_order import read_rows  # numba, which takes half a second
@@ -164,9 +178,10 @@ class Texts:
         return out
 
     def windows(self, positions: np.ndarray, count: int) -> np.ndarray:
-        """The last `count` tokens of prefixes, backwards and plus 1, 0 before a document begins: [n] int64 → [n, count]
-        of `dtype`."""
-        return np.ascontiguousarray(self.rows(positions, count)[:, 1:])
+        """`rows` without the token after each prefix, for a few prefixes: [n] int64 → [n, count] of `dtype`. It reads
+        little of a shard, where `rows` reads the beginnings of all documents."""
+        out = np.empty((len(positions), count), self.dtype)
+        return self._read(out, positions, lambda text, own, _: text.windows(own, count, self.dtype))
 
     def available(self, positions: np.ndarray) -> np.ndarray:
         """The tokens of prefixes, by the positions of their last ones: [n] int64 → [n] int64."""
