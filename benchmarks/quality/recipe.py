@@ -26,25 +26,18 @@ RECIPES: dict[str, dict[str, str]] = {
         for muon in ("0.02", "0.05")
         for rate in ("3e-3", "1e-2", "3e-2", "1e-1")
     },
+    # One factor at a time, from the preset's own recipe.
+    "default, cosine to zero": {"train.min-lr-ratio": "0"},
+    "default, linear to zero": {"train.lr-schedule": "linear", "train.min-lr-ratio": "0"},
+    "default, wsd to zero": {"train.lr-schedule": "wsd", "train.decay-ratio": "0.4", "train.min-lr-ratio": "0"},
+    "default, qk norm": {"model.attention.qk-norm": "true"},
+    "default, weight decay 0": {"train.weight-decay": "0"},
+    "default, weight decay 1": {"train.weight-decay": "1"},
+    "default, half the batch": {"train.batch-size": "2"},
+    "default, twice the batch": {"train.batch-size": "8"},
 }
 """Name → settings of `retro train`."""
-
-RECIPES |= {
-    f"default, {name}": settings
-    for name, settings in {
-        "cosine to zero": {"train.min-lr-ratio": "0"},
-        "linear to zero": {"train.lr-schedule": "linear", "train.min-lr-ratio": "0"},
-        "wsd to zero": {"train.lr-schedule": "wsd", "train.decay-ratio": "0.4", "train.min-lr-ratio": "0"},
-        "qk norm": {"model.attention.qk-norm": "true"},
-        "weight decay 0": {"train.weight-decay": "0"},
-        "weight decay 1": {"train.weight-decay": "1"},
-        "half the batch": {"train.batch-size": "2", "train.steps": "x2"},
-        "twice the batch": {"train.batch-size": "8", "train.steps": "x0.5"},
-        "beta2 0.99": {"train.beta2": "0.99"},
-        "no clipping": {"train.max-grad-norm": "0"},
-    }.items()
-}
-"""One factor at a time, from the preset's own recipe."""
+_SEQUENCES = 4  # of a step, unless the recipe says otherwise
 
 
 def verb(folder: Path, name: str, values: dict[str, str]) -> None:
@@ -57,14 +50,13 @@ def verb(folder: Path, name: str, values: dict[str, str]) -> None:
 
 def train(folder: Path, run: Path, recipe: dict[str, str], seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train with a recipe, unless that is done; returns the last figures."""
-    sizes = {"data.sequence-length": "512", "train.batch-size": "4", "train.steps": str(options.steps)}
+    batch = recipe.get("train.batch-size", str(_SEQUENCES))
+    steps = str(options.steps * _SEQUENCES // int(batch))  # as many tokens with all recipes
+    sizes = {"data.sequence-length": "512", "train.batch-size": batch, "train.steps": steps}
     evaluated = {"train.eval-every": "0", "train.eval-tokens": str(options.tokens), "train.checkpoint-every": "1000"}
     common = {"datastore": str(folder / "datastore"), "model.preset": options.preset, "train.warmup-steps": "20"}
     named = {"run": str(run), "train.seed": str(seed), "train.precision": "float32"}
-    settings = common | sizes | evaluated | named | recipe
-    if settings["train.steps"].startswith("x"):  # as many tokens
-        settings["train.steps"] = f"{options.steps * float(settings['train.steps'][1:]):.0f}"
-    verb(folder, "train", settings)
+    verb(folder, "train", common | sizes | evaluated | named | recipe)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = {key: value for line in lines for key, value in line.items()}
     return {

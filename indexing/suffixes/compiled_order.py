@@ -38,14 +38,14 @@ def read_rows(
     for i in range(len(ends)):
         end, row = ends[i], out[places[i]]
         chunk = (end + 1) // chunk_length
-        is_in_chunk = chunk < len(begins) and end + 1 - chunk * chunk_length < lengths[chunk]
-        follows = is_in_chunk and not (begins[chunk] and (end + 1) % chunk_length == 0)
+        place = end + 1 - chunk * chunk_length  # of the token after it
+        is_there = chunk < min(len(begins), len(lengths)) and place < lengths[chunk]
+        follows = is_there and not (place == 0 and begins[chunk])
         row[0] = tokens[end + 1] + 1 if follows else 0
         count = min(most, _available(begins, chunk_length, end, most))
-        for place in range(count):
-            row[1 + place] = tokens[end - place] + 1
-        for place in range(count, most):
-            row[1 + place] = 0
+        for back in range(count):
+            row[1 + back] = tokens[end - back] + 1
+        row[1 + count :] = 0
 
 
 @compiled

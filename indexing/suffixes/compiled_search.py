@@ -42,6 +42,8 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLE
 
 # Python's integers would be constants to the compiler, which compiles a function again for each.
 _ALL_SHARED, _MOST, _NONE, _ONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0), np.int64(1)
+_DOCUMENT_BITS = np.int64(40)
+_DOCUMENT = (np.int64(1) << _DOCUMENT_BITS) - np.int64(1)
 SHARD_COLUMNS, PART_COLUMNS = 5, 8
 _SHARD_COLUMNS, _PART_COLUMNS = np.int64(SHARD_COLUMNS), np.int64(PART_COLUMNS)
 _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
@@ -414,28 +416,27 @@ def count_votes(
         candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
         numbers: [n, 4] uint8, receives size code and shares.
     """
-    voters, others = np.empty((SAMPLED, 2), np.int64), np.empty(SAMPLED, np.int32)
-    drawn, kept = 0, 0
+    voters, found, drawn, kept = np.empty(SAMPLED, np.int64), np.empty(SAMPLED, np.int32), 0, 0
     for i in range(len(rows)):
         row, counted = rows[i], 0
         if i == 0 or low[i] != low[i - 1] or high[i] != high[i - 1]:  # adjacent rows often have the same voters
             drawn, kept = _draw(low[i], high[i], before, documents, following, voters)
         for number in range(kept):
-            if voters[number, 1] != own[row]:
-                others[counted] = voters[number, 0]
+            if voters[number] & _DOCUMENT != own[row]:
+                found[counted] = voters[number] >> _DOCUMENT_BITS
                 counted += 1
         total = size[i] * counted // max(1, drawn)
         if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
-            others[0] = nearest[row]
+            found[0] = nearest[row]
             counted = total = 1
-        elect(others, counted, total, candidates[row], numbers[i])
+        elect(found, counted, total, candidates[row], numbers[i])
 
 
 @compiled
 def _draw(
     low: int, high: int, before: int, documents: np.ndarray, following: np.ndarray, voters: np.ndarray
 ) -> tuple[int, int]:
-    """Draw at most 32 of the voters [low, high), see `count_votes`.
+    """Draw the voters of a match that are counted, see `count_votes`.
 
     Args:
         low: first voter.
@@ -443,7 +444,8 @@ def _draw(
         before: as there.
         documents: as there.
         following: as there.
-        voters: [32, 2], receives the token after each voter, in order of ids, and its document.
+        voters: [32] int64, receives the token after each voter and, in the lower 40 bits, its document, in order of
+            tokens.
 
     Returns:
         how many were drawn, and how many of these are followed by a token.
@@ -454,13 +456,8 @@ def _draw(
     drawn = min(SAMPLED, there)
     for number in range(drawn):
         voter = (begin + number * there // drawn) * step - before
-        token, place = following[voter], kept
-        if token >= 0:
-            while place > 0 and voters[place - 1, 0] > token:
-                voters[place] = voters[place - 1]
-                place -= 1
-            voters[place, 0], voters[place, 1] = token, documents[voter]
-            kept += 1
+        if following[voter] >= 0:
+            kept = _insert(voters, kept, np.int64(following[voter]) << _DOCUMENT_BITS | documents[voter])
     return drawn, kept
 
 

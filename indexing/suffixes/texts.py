@@ -85,7 +85,7 @@ class ShardText:
     @cached_property
     def begins(self) -> np.ndarray:
         """Whether a document begins with each chunk: [chunks] bool."""
-        begins = np.zeros(len(self.lengths), bool)
+        begins = np.zeros(len(self.tokens) // self.chunk_length, bool)
         begins[self.offsets[self.offsets < len(begins)]] = True
         return begins
 

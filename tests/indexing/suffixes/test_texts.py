@@ -1,12 +1,13 @@
 """The texts of a split, by position."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from indexing.store.datastore import Datastore
-from indexing.suffixes.order import (
-    LONGEST,
-)
+from indexing.suffixes.order import LONGEST
 from indexing.suffixes.texts import Texts
 
 
@@ -52,6 +53,20 @@ def test_positions_outside_of_the_text_are_refused(datastore: Datastore) -> None
     for wrong in (-1, len(text.tokens)):
         with pytest.raises(IndexError):
             text.heads(np.array([0, wrong]), 4)
+
+
+def test_damaged_lengths_and_offsets_are_not_followed_out_of_the_text(datastore: Datastore) -> None:
+    text = Texts(datastore.train).shard(0)
+    positions, count = np.arange(len(text.tokens)), len(text.lengths)
+    damages: list[dict[str, Any]] = [
+        {"lengths": text.lengths[:1]},
+        {"lengths": np.full(count, 65_535, np.uint16)},
+        {"offsets": np.array([0, 2**40])},
+    ]
+    for damage in damages:
+        out = np.empty((len(positions), 9), np.uint16)
+        replace(text, **damage).read_rows(positions, slice(None), out)
+        assert out[:, 1].tolist() == (text.tokens.astype(int) + 1).tolist()
 
 
 def test_some_positions_of_a_shard_are_every_nth_of_all(datastore: Datastore) -> None:

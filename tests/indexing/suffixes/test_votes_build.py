@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -433,10 +434,10 @@ def test_a_killed_append_continues_and_makes_the_same_votes(
     numbers = iter(range(100))
     write = suffixes.write_shard
 
-    def killed(*arguments: object) -> dict[str, int]:
+    def killed(*arguments: Any) -> dict[str, int]:
         if next(numbers) == 1:
             raise RuntimeError("killed")
-        return write(*arguments)  # type: ignore[arg-type]
+        return write(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(suffixes, "write_shard", killed)
