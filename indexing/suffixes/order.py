@@ -253,7 +253,7 @@ class Prefixes:
         """The tokens after the rows [first, stop) and their last 64 tokens, see `_Writer`: [n, 65]. From the text
         unless they are carried."""
         if not self.carried:
-            return tokens_of_prefixes(self.texts, self.positions(first, stop))
+            return self.texts.rows(self.positions(first, stop), LONGEST)
         read = self._stored(self._tokens, first, stop, 1)
         return read[0] if len(read) == 1 else np.concatenate([np.empty((0, 1 + LONGEST), self.texts.dtype), *read])
 
@@ -354,11 +354,6 @@ def _as_numbers(stored: np.ndarray) -> np.ndarray:
     wide = np.zeros((len(stored), 8), np.uint8)
     wide[:, : stored.shape[1]] = stored
     return wide.view("<i8")[:, 0]
-
-
-def tokens_of_prefixes(texts: Texts, positions: np.ndarray) -> np.ndarray:
-    """The tokens of prefixes that runs carry, see `_Writer`: [n] int64 → [n, 65]."""
-    return texts.rows(positions, LONGEST)
 
 
 def heads_of(tokens: np.ndarray) -> np.ndarray:

@@ -32,7 +32,6 @@ from indexing.suffixes.order import (
     blocks,
     heads_of,
     position_bytes,
-    tokens_of_prefixes,
 )
 from indexing.suffixes.rows import RowWriter
 from indexing.suffixes.texts import Texts
@@ -113,7 +112,7 @@ def write_run(
     positions = positions[order]
     with _Writer(work, texts, int(texts.starts[-1]), carried=carried) as file:
         for block in (positions[rows] for rows in blocks(len(positions), _BLOCK)):
-            file.append(block, tokens_of_prefixes(texts, block) if carried else None)
+            file.append(block, texts.rows(block, LONGEST) if carried else None)
     advance(texts.split.chunk_rows[shard])
 
 
