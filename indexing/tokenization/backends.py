@@ -115,7 +115,8 @@ class HuggingFace:
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
         with _library_errors(self.path):
-            return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+            # Without the places of tokens in the text, in 0.65 of the time.
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
         texts: list[str] = self.tokenizer.decode_batch(ids, skip_special_tokens=True)
