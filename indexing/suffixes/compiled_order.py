@@ -115,6 +115,36 @@ def sort_rows(rows: np.ndarray, compared: int, order: np.ndarray) -> None:
 
 
 @compiled
+def merge_rows(rows: np.ndarray, others: np.ndarray, order: np.ndarray) -> None:
+    """Merge rows [n, 1 + w] of which the first ones are sorted with others; of equal ones the sorted ones come first.
+
+    Args:
+        rows: the rows.
+        others: numbers of the last rows, in their order.
+        order: receives the numbers of all rows, [n] int64.
+    """
+    place, first = 0, 0
+    for other in others:
+        while first < len(rows) - len(others) and not _is_less(rows[other], rows[first]):
+            order[place] = first
+            place, first = place + 1, first + 1
+        order[place] = other
+        place += 1
+    for row in range(first, len(rows) - len(others)):
+        order[place] = row
+        place += 1
+
+
+@compiled
+def _is_less(row: np.ndarray, other: np.ndarray) -> bool:
+    """Whether a row is before another one, by the last tokens."""
+    for place in range(1, len(row)):
+        if row[place] != other[place]:
+            return bool(row[place] < other[place])
+    return False
+
+
+@compiled
 def _word(row: np.ndarray, number: int, width: int) -> np.uint64:
     """A word of a row: `width` tokens, the first one in the highest bits."""
     word, bits = np.uint64(0), np.uint64(64 // width)

@@ -387,8 +387,59 @@ def find_votes(texts: np.ndarray, sizes: np.ndarray, deleted: np.ndarray, files:
 
 
 @compiled
+def take_votes(
+    starts: np.ndarray,
+    least: int,
+    length: np.ndarray,
+    bounds: np.ndarray,
+    longer_bounds: np.ndarray,
+    groups: np.ndarray,
+    level: int,
+    numbers: np.ndarray,
+    pending: np.ndarray,
+) -> np.ndarray:
+    """Take the votes of a match from the next longer match of the same row, if both have the same voters.
+
+    Args:
+        starts: rows that end in the same `least` tokens are a group: the first row of each, and the end of all,
+            [groups + 1].
+        least: tokens of the match.
+        length: tokens of each row's longest match, [n].
+        bounds: of the voters of each group, [bounds, groups].
+        longer_bounds: the same of the next longer match, [bounds, its groups].
+        groups: the group of each row there, [n], -1 = none; becomes the one here.
+        level: number of the match.
+        numbers: [n, 7, 4] uint8, the votes.
+        pending: [n] bool, becomes whether the votes have to be counted.
+
+    Returns:
+        the groups with votes to count.
+    """
+    found, count = np.empty(len(starts) - 1, np.int64), 0
+    for group in range(len(starts) - 1):
+        is_new = False
+        for row in range(starts[group], starts[group + 1]):
+            longer, groups[row], pending[row] = groups[row], -1, False
+            if length[row] < least:
+                continue
+            groups[row], same = group, longer >= 0
+            for bound in range(len(bounds)):
+                same = same and bounds[bound, group] == longer_bounds[bound, longer]
+            if same:
+                for place in range(1 + KEPT):
+                    numbers[row, level, place] = numbers[row, level + 1, place]
+            else:
+                pending[row] = is_new = True
+        if is_new:
+            found[count] = group
+            count += 1
+    return found[:count]
+
+
+@compiled
 def count_votes(
-    rows: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
     low: np.ndarray,
     high: np.ndarray,
     size: np.ndarray,
@@ -397,39 +448,44 @@ def count_votes(
     following: np.ndarray,
     own: np.ndarray,
     nearest: np.ndarray,
+    pending: np.ndarray,
     candidates: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """Count the votes of matches of some rows.
+    """Count the votes of matches of groups of rows, which have the same voters. Longer matches come first.
 
     Args:
-        rows: the row of each match, [n]. Of the matches of a row a longer one comes first.
-        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them
+        begins: first row of each group, [n].
+        ends: the one after its last.
+        low: first voter of each group, [n]. At most 32 voters are counted, spread evenly, as a search reads them
             (`rows.stride`).
-        high: the one after the last voter, [n] int64.
-        size: the number of voters, [n] int64.
+        high: the one after the last voter.
+        size: the number of voters.
         before: voters before all of these.
         documents: of the voters in order, int64.
         following: the tokens after the voters, int32; -1 = none.
         own: document of every row of the range.
         nearest: the token that follows the nearest prefix of another document, of every row, int32.
-        candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
-        numbers: [n, 4] uint8, receives size code and shares.
+        pending: whether the votes of a row are counted, of every row.
+        candidates: of every row, [all, 3] int32, -1 = none; those of the counted rows are completed.
+        numbers: of every row, [all, 4] uint8, receives size code and shares.
     """
-    voters, found, drawn, kept = np.empty(SAMPLED, np.int64), np.empty(SAMPLED, np.int32), 0, 0
-    for i in range(len(rows)):
-        row, counted = rows[i], 0
-        if i == 0 or low[i] != low[i - 1] or high[i] != high[i - 1]:  # adjacent rows often have the same voters
-            drawn, kept = _draw(low[i], high[i], before, documents, following, voters)
-        for number in range(kept):
-            if voters[number] & _DOCUMENT != own[row]:
-                found[counted] = voters[number] >> _DOCUMENT_BITS
-                counted += 1
-        total = size[i] * counted // max(1, drawn)
-        if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
-            found[0] = nearest[row]
-            counted = total = 1
-        elect(found, counted, total, candidates[row], numbers[i])
+    voters, found = np.empty(SAMPLED, np.int64), np.empty(SAMPLED, np.int32)
+    for group in range(len(begins)):
+        drawn, kept = _draw(low[group], high[group], before, documents, following, voters)
+        for row in range(begins[group], ends[group]):
+            if not pending[row]:
+                continue
+            counted = 0
+            for number in range(kept):
+                if voters[number] & _DOCUMENT != own[row]:
+                    found[counted] = voters[number] >> _DOCUMENT_BITS
+                    counted += 1
+            total = size[group] * counted // max(1, drawn)
+            if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
+                found[0] = nearest[row]
+                counted = total = 1
+            elect(found, counted, total, candidates[row], numbers[row])
 
 
 @compiled

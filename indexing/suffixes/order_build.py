@@ -240,15 +240,20 @@ def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
 
 
-def order_of(tokens: np.ndarray, compared: int = LONGEST) -> np.ndarray:
+def order_of(tokens: np.ndarray, compared: int = LONGEST, ordered: int = 0) -> np.ndarray:
     """The order [n] of prefixes by their last tokens; equal ones stay in their order.
 
     Args:
         tokens: of prefixes, [n, 1 + compared or more], see `Texts.rows`.
         compared: tokens that decide.
+        ordered: so many of the first prefixes are in order already.
     """
-    from indexing.suffixes.compiled_order import sort_rows
+    from indexing.suffixes.compiled_order import merge_rows, sort_rows
 
+    others = np.empty(len(tokens) - ordered, np.int64)
+    sort_rows(tokens[ordered:], compared, others)
+    if not ordered:
+        return others
     order = np.empty(len(tokens), np.int64)
-    sort_rows(tokens, compared, order)
+    merge_rows(tokens[:, : 1 + compared], others + ordered, order)
     return order

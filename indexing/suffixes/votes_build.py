@@ -43,8 +43,8 @@ _MOST_RANGES = 8
 """Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
 _LEAST_TASKS = 64
 """With fewer ranges each is a task."""
-_DRAWN_ROWS = 1 << 17
-"""Rows whose voters in several orders are drawn at a time."""
+_DRAWN_GROUPS = 1 << 17
+"""Groups of rows whose voters in several orders are drawn at a time."""
 _HELD_OUT = tuple(name for name in SPLITS if name != "train")
 
 
@@ -237,7 +237,7 @@ def votes_in_range(
         others: where the prefixes occur in orders of other documents, which vote too.
         first: voters before the range, which decides of a frequent match whose votes are counted.
     """
-    from indexing.suffixes.compiled_search import count_votes  # numba, which takes half a second
+    from indexing.suffixes.compiled_search import count_votes, take_votes  # numba, which takes half a second
 
     if not len(window):
         return np.empty(0, vote_dtype(tokens))
@@ -248,7 +248,7 @@ def votes_in_range(
     before, after = _nearest_of_other_documents(voters, voters_before, own)
     sides = np.stack([_common(window, before), _common(window, after)])
     length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
-    # Tokens shared by rows i and i + 1, [n - 1]. Rows [a, b) have the voters between two numbers of voters before them.
+    # Tokens shared by rows i and i + 1, [n - 1].
     common = _common(window, rows[1:])
     # Documents and next tokens of the voters of the range, then of those of cut matches: a row's voters are a slice of
     # both.
@@ -263,32 +263,29 @@ def votes_in_range(
     rest = own, after.astype(np.int32)
     candidates = np.full((len(window), KEPT), -1, np.int32)
     numbers = np.zeros((len(window), len(LENGTHS), 1 + KEPT), np.uint8)
-    longer = np.zeros((2 + 2 * len(others), len(window)), np.int64)  # the voters [low, high) of the next longer match
+    # Rows that end in the same tokens are a group: they have the same voters. From the longest match to the shortest.
+    groups, pending = np.full(len(window), -1), np.zeros(len(window), bool)
+    longer = np.empty((2 + 2 * len(others), 0), np.int64)
     for level in reversed(range(len(LENGTHS))):
-        low, high, size = _voters_of(LENGTHS[level], common, voters_before, cut)
+        starts, low, high, size = _groups(LENGTHS[level], common, voters_before, cut)
         is_cut = high > len(voters)  # its voters are those of all orders
-        bounds = np.array([low, high, *(np.where(is_cut, 0, rows) for other in others for rows in other.bounds[level])])
-        matched = length >= LENGTHS[level]
-        # From the longest match to the shortest. A row whose shorter match has the voters of the longer one has its
-        # votes too, which are copied. So only rows with new voters are counted.
-        same = matched & (bounds == longer).all(axis=0)
-        numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
-        new = np.flatnonzero(matched & ~same)
-        for rows in (new[block] for block in blocks(len(new), _DRAWN_ROWS if others else len(window))):
-            voters_of_rows = low[rows], high[rows], size[rows], *poll
+        elsewhere = [np.maximum.reduceat(other.bounds[level], starts[:-1], axis=1) for other in others]
+        bounds = np.array([low, high, *(np.where(is_cut, 0, rows) for both in elsewhere for rows in both)])
+        new = take_votes(starts, LENGTHS[level], length, bounds, longer, groups, level, numbers, pending)
+        for some in (new[block] for block in blocks(len(new), _DRAWN_GROUPS if others else len(window))):
+            drawn = low[some], high[some], size[some], first, *poll
             if others:
-                voters_of_rows = _drawn(bounds[:, rows], size[rows], poll, [other.order for other in others])
-            counted = np.zeros((len(rows), 1 + KEPT), np.uint8)
-            count_votes(rows, *voters_of_rows[:3], first, *voters_of_rows[3:], *rest, candidates, counted)
-            numbers[rows, level] = counted
-        longer = np.where(matched, bounds, 0)
+                drawn = _drawn(bounds[:, some], size[some], first, poll, [other.order for other in others])
+            count_votes(starts[some], starts[some + 1], *drawn, *rest, pending, candidates, numbers[:, level])
+        longer = bounds
     return packed(length, candidates, numbers, tokens)
 
 
-def _voters_of(
+def _groups(
     length: int, common: np.ndarray, voters_before: np.ndarray, cut: Sequence[CutMatch]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The voters [low, high) of each row at one length of match, and the number of all of them: three times [n].
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Groups of rows that end in the same `length` tokens: the first row of each and the end of all, [groups + 1]; the
+    voters [low, high) of each, and their number, [groups].
 
     Args:
         length: the length.
@@ -296,37 +293,32 @@ def _voters_of(
         voters_before: number of voters before each row, and of all, [n + 1].
         cut: as in `votes_in_range`; their voters are numbered after those of the range.
     """
-    # Rows that end in the same `length` tokens are consecutive: a group ends where adjacent rows share fewer. All rows
-    # of a group have the same voters, so bounds of groups are repeated for their rows.
-    borders = np.flatnonzero(common < length) + 1
-    edges = np.concatenate([[0], borders, [len(common) + 1]])
-    sizes = np.diff(edges)
-    low, high = voters_before[edges[:-1]].repeat(sizes), voters_before[edges[1:]].repeat(sizes)
+    starts = np.concatenate([[0], np.flatnonzero(common < length) + 1, [len(common) + 1]])
+    low, high = voters_before[starts[:-1]], voters_before[starts[1:]]
     size, first = high - low, int(voters_before[-1])
     for match in cut:
         if match.length == length:
-            there = (low == low[match.row]) & (high == high[match.row])
-            low[there], high[there], size[there] = first, first + len(match.own), match.voters
+            group = np.searchsorted(starts, match.row, side="right") - 1
+            low[group], high[group], size[group] = first, first + len(match.own), match.voters
         first += len(match.own)
-    return low, high, size
+    return starts, low, high, size
 
 
 def _drawn(
-    bounds: np.ndarray, size: np.ndarray, poll: tuple[np.ndarray, np.ndarray], orders: Sequence[Prefixes]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw the voters of rows [r] from a range and from other orders: the arguments of `count_votes` from `low` to
+    bounds: np.ndarray, size: np.ndarray, first: int, poll: tuple[np.ndarray, np.ndarray], orders: Sequence[Prefixes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray, np.ndarray]:
+    """Draw the voters of groups [g] from a range and from other orders: the arguments of `count_votes` from `low` to
     `following`.
 
     Args:
-        bounds: first and last + 1 of each row's voters among those of the range, then among the rows of each order,
-            [2 + 2 · orders, r].
-        size: the number of voters in the range, [r].
+        bounds: first and last + 1 of each group's voters among those of the range, then among the rows of each order,
+            [2 + 2 · orders, g].
+        size: the number of voters in the range, [g].
+        first: voters before the range.
         poll: documents of the voters of the range, and the tokens after them.
         orders: the other orders.
     """
-    # Adjacent rows with equal bounds are a group and share one draw: columns [r] become groups, in the same order.
-    begins = np.append(True, (bounds[:, 1:] != bounds[:, :-1]).any(axis=0))
-    low, sizes = bounds[::2, begins], bounds[1::2, begins] - bounds[::2, begins]  # [1 + orders, groups]
+    low, sizes = bounds[::2], bounds[1::2] - bounds[::2]  # [1 + orders, g]
     total = sizes.sum(axis=0)
     drawn = np.minimum(total, SAMPLED)
     edges = np.append(0, np.cumsum(drawn))
@@ -334,9 +326,9 @@ def _drawn(
     # Place of a drawn voter among those of its group; below, among those of its group from one order on.
     place = (np.arange(edges[-1]) - edges[group]) * total[group] // drawn[group]
     documents, following = np.full(len(place), -1), np.full(len(place), -1, np.int32)
-    for order, first, count in zip((None, *orders), low, sizes, strict=True):
+    for order, start, count in zip((None, *orders), low, sizes, strict=True):
         here = np.flatnonzero((place >= 0) & (place < count[group]))
-        rows = first[group[here]] + place[here]
+        rows = start[group[here]] + place[here]
         if order is None:
             documents[here], following[here] = poll[0][rows], poll[1][rows]
         else:
@@ -344,8 +336,7 @@ def _drawn(
             documents[here] = _voting_documents(order.texts, positions)
             following[here] = np.where(documents[here] < 0, -1, order.texts.following(positions))
         place -= count[group]  # negative for voters that were read
-    number = np.cumsum(begins) - 1  # [r], the group of each row
-    return edges[number], edges[number + 1], size + sizes[1:].sum(axis=0)[number], documents, following
+    return edges[:-1], edges[1:], size + sizes[1:].sum(axis=0), first, documents, following
 
 
 def _nearest_of_other_documents(
@@ -416,7 +407,8 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
     read = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     # Sorted rows from here on. Sources and positions stay in the order in which they were read; `votes[order]` leads
     # back.
-    order = order_of(read)
+    is_order = prefixes.runs[0].texts.split.name == "train"
+    order = order_of(read, ordered=len(pairs[0][1]) if is_order else 0)
     read = read[order]
     following, window = read[:, 0].astype(np.int64) - 1, read[:, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]

@@ -203,7 +203,12 @@ def test_order_is_that_of_the_rows(dtype: type, values: int) -> None:
     for count in (0, 1, 2, 50, 3000):
         for compared in (width, LONGEST):
             key = [tuple(row[1 : 1 + compared]) for row in rows[:count].tolist()]
-            assert order_of(rows[:count], compared).tolist() == sorted(range(count), key=key.__getitem__)
+            order = sorted(range(count), key=key.__getitem__)
+            assert order_of(rows[:count], compared).tolist() == order
+            # The first rows in order already: the others are merged with them, and equal ones stay behind them.
+            half = [row for row in order if row < count // 2] + [*range(count // 2, count)]
+            merged = order_of(rows[half], compared, ordered=count // 2)
+            assert [half[row] for row in merged.tolist()] == order
 
 
 def test_a_grown_datastore_has_few_orders_each_larger_than_the_next() -> None:
