@@ -259,7 +259,7 @@ def main() -> None:
     say(
         f"parts of {PART_TOKENS:,} prefixes, ranges of {RANGE_TOKENS:,}, at most {FAN_IN} runs and {FAN_OUT} blocks of shards"
     )
-    merge = RANGE_TOKENS * (_MERGED + _TOKENS * options.token_bytes)
+    merge = RANGE_TOKENS * (_MERGED + 2 * _TOKENS * options.token_bytes)  # read, and in order
     say(
         f"memory of a task: a run {RUN_BYTES * options.shard_tokens / 1e9:.2f} GB, a merge {merge / 1e9:.2f} GB, "
         f"votes {_VOTES / 1e9:.1f} GB (measured)"

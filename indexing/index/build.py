@@ -33,6 +33,8 @@ _BLOCK_ROWS = 65_536
 
 POINTS_PER_LIST = 64
 """Training vectors for each inverted list, sampled over all shards."""
+ITERATIONS = 25
+"""Iterations of k-means."""
 TUNE_QUERIES = 1000
 """Held-out chunks that are queries when `nprobe` is tuned."""
 
@@ -95,7 +97,7 @@ def train(work: Path, key: str, sample: np.ndarray, seed: int, points_per_list: 
         if ivf is None:
             index = faiss.IndexIDMap2(index)  # stores our ids in an index that has none
         else:
-            ivf.cp.seed = seed
+            ivf.cp.seed, ivf.cp.niter = seed, ITERATIONS
             ivf.cp.max_points_per_centroid = points_per_list
             ivf.cp.min_points_per_centroid = 1  # no warning about few points: a small corpus has few
             if isinstance(ivf, faiss.IndexIVFPQ):

@@ -1,6 +1,7 @@
 """Compiled loops that make an order: they read the last tokens of prefixes, and sort by these.
 
-    first 8 bytes of tokens ─ radix sort ─► groups of equal ones ─ the next 8 bytes, for groups of two and more ─► … ─► the order
+    a shard: first 8 bytes of tokens ─ radix sort ─► a run
+    merged runs ─► groups with equal first 8 bytes ─ sort by the next 8 ─► groups of equal ones ─ … ─► the order
 
 Rows are [1 + w]: the token after a prefix, then its last w ones backwards, all plus 1; 0 = none.
 """
@@ -10,7 +11,8 @@ import numpy as np
 from indexing.machine import compiled
 
 _BYTE, _BITS = np.uint64(255), np.uint64(8)
-_FEW = 48  # rows that are sorted by insertion
+_FEW = 48  # keys that are sorted by insertion
+_FEW_ROWS = 8  # rows that are compared with each other, instead of word by word
 
 
 @compiled
@@ -82,20 +84,20 @@ def sort_heads(heads: np.ndarray, order: np.ndarray) -> None:
 
 
 @compiled
-def sort_rows(rows: np.ndarray, compared: int, order: np.ndarray) -> None:
-    """Sort rows [n, 1 + w] by the first `compared` of their last tokens; equal ones stay in their order.
+def sort_groups(rows: np.ndarray, compared: int, order: np.ndarray) -> None:
+    """Sort rows [n, 1 + w] that are sorted by the first 8 bytes of their last tokens, by more of these; equal ones stay
+    in their order.
 
     Args:
-        rows: the rows.
+        rows: the rows, sorted in place.
         compared: tokens, whole words of 8 bytes.
-        order: receives the numbers of the rows, [n] int64.
+        order: numbers of the rows, [n] int64, which move with them.
     """
     count, width = len(rows), 8 // rows.itemsize
-    keys, spare = np.empty(count, np.uint64), (np.empty(count, np.uint64), np.empty(count, np.int64))
+    keys, places = np.empty(count, np.uint64), np.arange(count)  # places: which row is at each place
+    spare, counts = (np.empty(count, np.uint64), np.empty(count, np.int64)), np.empty(256, np.int64)
     for row in range(count):
-        order[row], keys[row] = row, _word(rows[row], 0, width)
-    counts = np.empty(256, np.int64)
-    _sort(keys, order, 0, count, spare, counts)
+        keys[row] = _word(rows[row], 0, width)
     # Groups [first, stop) of rows that are equal so far: those of this word, and those of the next.
     groups, later = np.empty((count // 2 + 1, 2), np.int64), np.empty((count // 2 + 1, 2), np.int64)
     first = 0
@@ -106,42 +108,47 @@ def sort_rows(rows: np.ndarray, compared: int, order: np.ndarray) -> None:
             found_later = 0
             for group in range(found):
                 start, end = groups[group]
+                if end - start <= _FEW_ROWS:
+                    _insert_rows(rows, places, start, end, 1 + word * width, 1 + compared)
+                    continue
                 for place in range(start, end):
-                    keys[place] = _word(rows[order[place]], word, width)
-                _sort(keys, order, start, end, spare, counts)
+                    keys[place] = _word(rows[places[place]], word, width)
+                _sort(keys, places, start, end, spare, counts)
                 found_later = _add_groups(keys, start, end, width, later, found_later)
             groups, later, found, word = later, groups, found_later, word + 1
+        if word > 1:
+            _move(rows, order, places, first, stop)
         first = stop
 
 
 @compiled
-def merge_rows(rows: np.ndarray, others: np.ndarray, order: np.ndarray) -> None:
-    """Merge rows [n, 1 + w] of which the first ones are sorted with others; of equal ones the sorted ones come first.
-
-    Args:
-        rows: the rows.
-        others: numbers of the last rows, in their order.
-        order: receives the numbers of all rows, [n] int64.
-    """
-    place, first = 0, 0
-    for other in others:
-        while first < len(rows) - len(others) and not _is_less(rows[other], rows[first]):
-            order[place] = first
-            place, first = place + 1, first + 1
-        order[place] = other
-        place += 1
-    for row in range(first, len(rows) - len(others)):
-        order[place] = row
-        place += 1
+def _insert_rows(rows: np.ndarray, places: np.ndarray, first: int, stop: int, start: int, end: int) -> None:
+    """Sort the few rows at the places [first, stop) by the columns [start, end)."""
+    for place in range(first + 1, stop):
+        row, to = places[place], place
+        while to > first and _is_less(rows[row], rows[places[to - 1]], start, end):
+            places[to] = places[to - 1]
+            to -= 1
+        places[to] = row
 
 
 @compiled
-def _is_less(row: np.ndarray, other: np.ndarray) -> bool:
-    """Whether a row is before another one, by the last tokens."""
-    for place in range(1, len(row)):
-        if row[place] != other[place]:
-            return bool(row[place] < other[place])
+def _is_less(row: np.ndarray, other: np.ndarray, start: int, end: int) -> bool:
+    """Whether a row is before another one by the columns [start, end)."""
+    for column in range(start, end):
+        if row[column] != other[column]:
+            return bool(row[column] < other[column])
     return False
+
+
+@compiled
+def _move(rows: np.ndarray, order: np.ndarray, places: np.ndarray, first: int, stop: int) -> None:
+    """Move rows [first, stop) and their numbers: to each place the one that was at `places`."""
+    while first < stop and places[first] == first:
+        first += 1
+    moved, numbers = rows[first:stop].copy(), order[first:stop].copy()
+    for place in range(first, stop):
+        rows[place], order[place] = moved[places[place] - first], numbers[places[place] - first]
 
 
 @compiled

@@ -151,7 +151,7 @@ def write_part(
 
     The text is not read if all runs carry tokens.
 
-    Memory: about 200 bytes for each of 2^20 prefixes, or as many as have the same head; 320 if tokens have more than 16
+    Memory: about 320 bytes for each of 2^20 prefixes, or as many as have the same head; 580 if tokens have more than 16
     bits.
 
     Args:
@@ -175,12 +175,11 @@ def write_part(
         RowWriter(work, texts.dtype) if is_order else nullcontext() as rows,
     ):
         for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
-            positions, tokens, order = _sorted_range(texts, opened, low, high, compared)
-            for block in (order[part] for part in blocks(len(order), _BLOCK)):
-                of_block = tokens[block]
-                file.append(positions[block], of_block)
+            positions, tokens = _sorted_range(texts, opened, low, high, compared)
+            for block in blocks(len(positions), _BLOCK):
+                file.append(positions[block], tokens[block])
                 if rows:
-                    rows.append(of_block)
+                    rows.append(tokens[block])
             written += len(positions)
             advance(len(positions))
     return written
@@ -188,16 +187,17 @@ def write_part(
 
 def _sorted_range(
     texts: Texts, runs: Sequence[Prefixes], first: int, stop: int, compared: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The prefixes of some runs whose heads are in [first, stop): positions [n], their tokens [n, 1 + compared], or [n,
-    65] if all runs carry them, and their order [n]."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The prefixes of some runs whose heads are in [first, stop), in order: positions [n], and their tokens [n, 1 +
+    compared], or [n, 65] if all runs carry them."""
     rows = [(run, run.between(first, stop)) for run in runs]
     positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
     if all(run.carried for run in runs):
         tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     else:
         tokens = texts.rows(positions, compared)
-    return positions, tokens, order_of(tokens, compared)
+    tokens, order = sorted_rows(tokens, compared)
+    return positions[order], tokens
 
 
 def copy_part(work: Path, texts: Texts, part: Path) -> int:
@@ -240,20 +240,19 @@ def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
 
 
-def order_of(tokens: np.ndarray, compared: int = LONGEST, ordered: int = 0) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens; equal ones stay in their order.
+def sorted_rows(tokens: np.ndarray, compared: int = LONGEST) -> tuple[np.ndarray, np.ndarray]:
+    """Sort prefixes by their last tokens; equal ones stay in their order. Runs among them are merged.
 
     Args:
         tokens: of prefixes, [n, 1 + compared or more], see `Texts.rows`.
         compared: tokens that decide.
-        ordered: so many of the first prefixes are in order already.
-    """
-    from indexing.suffixes.compiled_order import merge_rows, sort_rows
 
-    others = np.empty(len(tokens) - ordered, np.int64)
-    sort_rows(tokens[ordered:], compared, others)
-    if not ordered:
-        return others
-    order = np.empty(len(tokens), np.int64)
-    merge_rows(tokens[:, : 1 + compared], others + ordered, order)
-    return order
+    Returns:
+        the tokens in order, and the numbers [n] of the prefixes in order.
+    """
+    from indexing.suffixes.compiled_order import sort_groups
+
+    order = heads_of(tokens).argsort(kind="stable")  # of NumPy, which finds sorted runs and merges them
+    rows = tokens[order]
+    sort_groups(rows, compared, order)
+    return rows, order

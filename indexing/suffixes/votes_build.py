@@ -28,7 +28,7 @@ from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.order import Prefixes, blocks, sampled_rows, stored_orders, with_tokens
-from indexing.suffixes.order_build import RANGE_TOKENS, order_of, write_run
+from indexing.suffixes.order_build import RANGE_TOKENS, sorted_rows, write_run
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, packed, vote_dtype
@@ -407,9 +407,7 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
     read = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     # Sorted rows from here on. Sources and positions stay in the order in which they were read; `votes[order]` leads
     # back.
-    is_order = prefixes.runs[0].texts.split.name == "train"
-    order = order_of(read, ordered=len(pairs[0][1]) if is_order else 0)
-    read = read[order]
+    read, order = sorted_rows(read)
     following, window = read[:, 0].astype(np.int64) - 1, read[:, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
     shards = [np.searchsorted(texts.starts, positions, side="right") - 1 for texts, positions in pairs]

@@ -27,7 +27,7 @@ from indexing.suffixes.order import (
     runs_together,
     stored_orders,
 )
-from indexing.suffixes.order_build import order_of
+from indexing.suffixes.order_build import sorted_rows
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import read_votes
@@ -204,11 +204,9 @@ def test_order_is_that_of_the_rows(dtype: type, values: int) -> None:
         for compared in (width, LONGEST):
             key = [tuple(row[1 : 1 + compared]) for row in rows[:count].tolist()]
             order = sorted(range(count), key=key.__getitem__)
-            assert order_of(rows[:count], compared).tolist() == order
-            # The first rows in order already: the others are merged with them, and equal ones stay behind them.
-            half = [row for row in order if row < count // 2] + [*range(count // 2, count)]
-            merged = order_of(rows[half], compared, ordered=count // 2)
-            assert [half[row] for row in merged.tolist()] == order
+            ordered, numbers = sorted_rows(rows[:count], compared)
+            assert numbers.tolist() == order
+            assert ordered.tolist() == rows[order].tolist()
 
 
 def test_a_grown_datastore_has_few_orders_each_larger_than_the_next() -> None:
