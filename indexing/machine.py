@@ -67,8 +67,9 @@ def _limits(root: Path, path: str, name: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], object], Sequence[Any]], object]]:
-    """Yield `run(function, items)`, which calls the function with each item on several threads and waits for all.
+def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
+    """Yield `run(function, items)`, which calls the function with each item on several threads and returns the results
+    in order.
 
     A single item runs on this thread: starting another one takes longer than the search of a single query.
 
