@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -67,8 +67,9 @@ def _limits(root: Path, path: str, name: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], object], Sequence[Any]], object]]:
-    """Yield `run(function, items)`, which calls the function with each item on several threads and waits for all.
+def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
+    """Yield `run(function, items)`, which calls the function with each item on several threads and returns the results
+    in order.
 
     A single item runs on this thread: starting another one takes longer than the search of a single query.
 
@@ -196,6 +197,46 @@ def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> I
                 yield coming.popleft().result()
         while coming:
             yield coming.popleft().result()
+
+
+def map_largest_first(
+    function: Callable[[T, Callable[[int], None]], R],
+    items: Sequence[T],
+    sizes: Sequence[int],
+    advance: Callable[[int], object] = lambda _: None,
+) -> list[R]:
+    """Call a function that needs no interpreter lock, such as hashing, with each item, on all cores.
+
+    The first exception, or Ctrl-C, ends all calls: within them, `count` raises then.
+
+    Args:
+        function: called with an item and `count`, which it calls every few milliseconds with the units it finished.
+        items: the items.
+        sizes: of the items. The largest ones begin first, so that none of them runs alone at the end.
+        advance: receives the units. One thread calls it at a time.
+
+    Returns:
+        the results, in the order of the items.
+    """
+    lock, ended = threading.Lock(), threading.Event()
+
+    def count(units: int) -> None:
+        with lock:
+            if ended.is_set():
+                raise CancelledError
+            advance(units)
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        order = sorted(range(len(items)), key=sizes.__getitem__, reverse=True)
+        calls = {index: pool.submit(function, items[index], count) for index in order}
+        try:
+            for call in wait(calls.values(), return_when=FIRST_EXCEPTION).done:
+                call.result()
+        except BaseException:
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [calls[index].result() for index in range(len(items))]
 
 
 def choose_blas_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from indexing.machine import map_largest_first
 from indexing.store import remote
 from indexing.store.checked_files import remember
 from indexing.store.errors import DamagedFile, DoesNotFit, InputError
@@ -304,8 +305,15 @@ def verify(folder: Path) -> list[str]:
         manifest = parse_manifest(folder)
     except InputError as error:
         return [str(error)]
+    files = manifest["files"]
     return list(wrong_sizes(folder, manifest)) or [
-        problem for name in manifest["files"] if (problem := wrong_checksum(folder, manifest, name))
+        problem
+        for problem in map_largest_first(
+            lambda name, count: wrong_checksum(folder, manifest, name, count),
+            [*files],
+            [file["bytes"] for file in files.values()],
+        )
+        if problem
     ]
 
 
@@ -319,9 +327,12 @@ def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
             yield f"{file} {problem}"
 
 
-def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:
-    """A message if the bytes of one file of an artifact differ from its manifest, else None."""
-    if checksum(member(folder, name)) == manifest["files"][name]["checksum"]:
+def wrong_checksum(
+    folder: Path, manifest: Mapping[str, Any], name: str, advance: Callable[[int], object] = lambda _: None
+) -> str | None:
+    """A message if the bytes of one file of an artifact differ from its manifest, else None. `advance` receives numbers
+    of bytes."""
+    if checksum(member(folder, name), advance) == manifest["files"][name]["checksum"]:
         return None
     return f"{folder / name} has changed since it was written (checksum)"
 

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +228,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def checksum(path: Path) -> str:
-    """The BLAKE2b-128 of a file's bytes, in hexadecimal; reads the file once in blocks."""
+def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> str:
+    """The BLAKE2b-128 of a file's bytes, in hexadecimal; reads the file once in blocks, and calls `advance` with the
+    bytes of each."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()

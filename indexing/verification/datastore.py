@@ -10,13 +10,12 @@ exchanged file.
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from indexing.machine import map_largest_first
 from indexing.progress import Advance
 from indexing.store.artifact import MANIFEST, leftovers, parse_manifest, remove, wrong_checksum, wrong_sizes
 from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
@@ -203,25 +202,24 @@ def _check_paths(folder: Path, paths: object) -> None:
         raise InputError(f"{folder / MANIFEST} names something that cannot be an artifact ({error})") from error
 
 
-def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> Iterator[DatastoreProblem]:
+def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> list[DatastoreProblem]:
     """Check size and checksum of every file, on all cores."""
 
-    def check(name: str, file: str) -> DatastoreProblem | None:
+    def check(of_artifact: tuple[str, str], count: Advance) -> DatastoreProblem | None:
+        name, file = of_artifact
         path, expected = folder / name / file, manifests[name]["files"][file]
         for problem in wrong_sizes(folder / name, {"files": {file: expected}}):
+            count(expected["bytes"])
             return DatastoreProblem(name, problem)  # no stage reads such a file, so later artifacts are not affected
         try:
-            changed = wrong_checksum(folder / name, manifests[name], file)
+            changed = wrong_checksum(folder / name, manifests[name], file, count)
         except OSError as error:
             changed = f"{path} cannot be read ({error.strerror})"
         return DatastoreProblem(name, changed, path) if changed else None
 
     files = [(name, file) for name, manifest in manifests.items() for file in manifest["files"]]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for (name, file), problem in zip(files, threads.map(check, *zip(*files, strict=True)), strict=True):
-            if problem:
-                yield problem
-            advance(manifests[name]["files"][file]["bytes"])
+    sizes = [manifests[name]["files"][file]["bytes"] for name, file in files]
+    return [problem for problem in map_largest_first(check, files, sizes, advance) if problem]
 
 
 def _is_building(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from indexing.machine import for_each
 from indexing.store.datastore import Split
 from indexing.suffixes.order import LONGEST
 from indexing.suffixes.search import SuffixIndex
@@ -11,7 +12,7 @@ from indexing.suffixes.votes import COLUMNS
 
 
 def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
-    """Search the votes for the tokens of chunks, which the stage `votes` would store.
+    """Search the votes for the tokens of chunks, which the stage `votes` would store, on all cores.
 
     Args:
         index: the sorted prefixes of training documents.
@@ -25,10 +26,14 @@ def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
     votes = np.zeros((len(ids), m, COLUMNS), dtype=np.int64)
     _, begins, _ = split.documents_of(ids)
     is_first = (np.diff(ids, prepend=-2) != 1) | (np.diff(begins, prepend=-1) != 0)
-    for start, stop in pairwise([*np.flatnonzero(is_first).tolist(), len(ids)]):
+
+    def fill(run: tuple[int, int]) -> None:
+        start, stop = run
         first = max(int(begins[start]), int(ids[start]) + (1 - LONGEST) // m)  # a match reads the text before its token
         last = int(ids[stop - 1]) + 1
         is_text = np.arange(m) < split.lengths.read(first, last)[:, None]
         before, text = int(ids[start]) - first, split.tokens.read(first, last)[is_text]
         votes[start:stop][is_text[before:]] = index.votes(text, int(is_text[:before].sum()))
+
+    for_each(fill, [*pairwise([*np.flatnonzero(is_first).tolist(), len(ids)])])
     return votes

@@ -270,8 +270,8 @@ def fit_copy_head(
     assert head is not None
     model.eval()
     pairs = ((batch, None) for batch in batches) if hidden is None else zip(batches, hidden, strict=True)
-    reads = [tokens_to_fit(model, batch, placement, names, states) for batch, states in pairs]
-    reads = [read for read in reads if read is not None]
+    found = placement.each(lambda pair: tokens_to_fit(model, pair[0], placement, names, pair[1]), pairs)
+    reads = [read for read in found if read is not None]
     model.train(training)
     if not reads:
         log.warning("copying from %s is not fitted: the batches have none", " and ".join(names))

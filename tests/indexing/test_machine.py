@@ -4,9 +4,12 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from indexing.machine import (
     compiled,
     for_each,
     map_ahead,
+    map_largest_first,
     one_thread_each,
     usable_memory,
 )
@@ -105,6 +109,43 @@ def test_results_are_ordered_and_the_next_ones_are_computed_ahead() -> None:
     assert made[2].wait(timeout=PATIENCE)
     assert not made[4].is_set()  # the whole input is not computed at once
     assert list(results) == [1, 2, 3, 4]
+
+
+def test_results_keep_the_order_of_items_and_the_largest_item_begins_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 1)
+    begun, units = list[int](), list[int]()
+
+    def half(item: int, count: Callable[[int], None]) -> float:
+        begun.append(item)
+        count(item)
+        return item / 2
+
+    assert map_largest_first(half, [2, 5, 3, 5], [2, 5, 3, 5], units.append) == [1, 2.5, 1.5, 2.5]
+    assert begun == units == [5, 5, 3, 2]
+    assert map_largest_first(half, [], []) == []
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_and_ctrl_c_end_all_calls_within_their_work(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 3)
+    begun = set[int]()
+
+    def work(item: int, count: Callable[[int], None]) -> None:
+        begun.add(item)
+        while len(begun) < 3:
+            time.sleep(0.001)
+        if item == 1 and error is KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)  # the main thread receives it
+        elif item == 1:
+            raise error
+        while True:  # to the next count
+            count(1)
+
+    with pytest.raises(error):
+        map_largest_first(work, range(100), [1] * 100)
+    assert len(begun) < 100
 
 
 def test_compiled_code_needs_no_folder_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:

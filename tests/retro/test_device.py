@@ -1,11 +1,14 @@
 """Process-wide settings made when a device is chosen."""
 
+import threading
+
 import pytest
 import torch
 
 from indexing.machine import Precision
 from indexing.store.errors import InputError
 from retro.device import Placement, choose_placement
+from tests.conftest import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,30 @@ def test_auto_needs_no_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not CPU.compiles("auto", 2e15)
     with pytest.raises(InputError, match="no C\\+\\+ compiler was found"):
         CPU.compiles("yes")
+
+
+@pytest.mark.parametrize(("device", "together"), [("cpu", 2), ("meta", 1)])
+def test_items_are_computed_on_threads_of_a_cpu_with_one_thread_of_torch_each(device: str, together: int) -> None:
+    """Items that wait for each other, `together` at a time."""
+    met, before, waiting = threading.Barrier(together), torch.get_num_threads(), list[int]()
+
+    def compute(item: int) -> tuple[int, int]:
+        met.wait(PATIENCE)
+        return item, torch.get_num_threads()
+
+    items = (waiting.append(item) or item for item in range(4))
+    torch.set_num_threads(2)
+    try:
+        found = Placement(torch.device(device), torch.float32).each(compute, items)
+        assert next(found)[0] == 0
+        assert len(waiting) == together  # the others are not read yet
+        assert [item for item, _ in found] == [1, 2, 3]
+        assert torch.get_num_threads() == 2
+        met = threading.Barrier(1)
+        threads = {number for _, number in Placement(torch.device(device), torch.float32).each(compute, range(4))}
+        assert threads == {1 if device == "cpu" else 2}
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_batches_for_cuda_are_pinned_and_prepared_by_processes() -> None:

@@ -259,7 +259,7 @@ def verify_checkpoints(path: Path) -> int:
     of_run = {*finished(path), best(path)} - {None}
     checkpoints = sorted(filter(None, of_run)) or [locate(path) or (path if path.is_file() else open_model(path).path)]
     broken, size = 0, 0
-    for checkpoint in checkpoints:
+    for checkpoint in checkpoints:  # the files of each are read on all cores
         size += sum(file.stat().st_size for file in (checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]))
         try:
             open_model(checkpoint)

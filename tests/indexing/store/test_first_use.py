@@ -35,7 +35,7 @@ def copied(made: Path, tmp_path: Path) -> Path:
 def read(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files whose bytes are compared, in order."""
     files: list[Path] = []
-    monkeypatch.setattr(artifact, "checksum", lambda file: files.append(file) or checksum(file))
+    monkeypatch.setattr(artifact, "checksum", lambda file, *rest: files.append(file) or checksum(file, *rest))
     return files
 
 

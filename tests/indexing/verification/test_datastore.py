@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing import machine
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -107,6 +108,24 @@ def test_every_damaged_file_is_named(config: Config, damage: Callable[[bytes], b
     assert len(damaged) > 20
     found = lines(folder)
     assert [name for name in damaged if not any(line.startswith(name) for line in found)] == []
+
+
+def test_problems_and_progress_do_not_depend_on_the_number_of_cores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files_of(folder, manifests=False)[::3]:
+        write(folder / name, flipped(0.5)((folder / name).read_bytes()))
+    (folder / "chunks/00000/train/tokens.npy").unlink()
+
+    def found(cores: int) -> tuple[Verified, int]:
+        units = list[int]()
+        monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+        return verify_datastore(folder, lambda name, *, total, unit: nullcontext(units.append)), sum(units)
+
+    one, checked = found(1)
+    assert len(one.problems) > 5
+    assert checked == one.bytes
+    assert found(4) == (one, checked)
 
 
 def test_every_removed_file_is_named(config: Config) -> None:

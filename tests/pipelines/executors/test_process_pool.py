@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from indexing.corpus.documents import CorpusSettings
+from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.errors import InputError
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.executors import process_pool
@@ -108,6 +110,23 @@ def test_a_datastore_has_the_same_bytes_with_any_number_of_workers(
     config = tiny_config(tmp_path, tiny_corpus)
     build(config, PoolExecutor(replace(config.executor, workers=workers)))
     assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_the_same_near_copies_are_removed_with_any_number_of_workers(tmp_path: Path, tiny_corpus: Path) -> None:
+    copies = tmp_path / "copies.jsonl"
+    copies.write_text(tiny_corpus.read_text().replace('"doc-', '"copy-'))
+    reading = CorpusSettings(paths=(str(tiny_corpus), str(copies)), shard_bytes=30_000, split=(900, 100, 0))
+    dedup = DedupSettings(within=True, held_out=True)
+    one, two = (
+        replace(tiny_config(tmp_path / name, tiny_corpus), corpus=reading, dedup=dedup, executor=ExecutorSettings(workers=count))
+        for name, count in (("one", 1), ("two", 2))
+    )
+    for config in (one, two):
+        build_local(config, only="chunk")
+    assert contents(one.datastore) == contents(two.datastore)
+    removed = one.datastore / "dedup/removed"
+    assert len([*one.datastore.glob("dedup/signatures/*")]) > 2
+    assert len((removed / "removed.jsonl").read_text().splitlines()) > 20
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

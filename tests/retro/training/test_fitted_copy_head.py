@@ -9,7 +9,7 @@ from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
 from retro.device import choose_placement
 from retro.model.retro import Retro
-from retro.training.fitted_copy_head import _PULL, fit_copy_head
+from retro.training.fitted_copy_head import _PULL, CopyFit, fit_copy_head
 from tests.retro.small_model import B, M, T, U, V, build
 
 HERE = choose_placement("cpu", "float32")
@@ -96,6 +96,20 @@ def test_a_few_tokens_move_the_network_by_little() -> None:
     after = model.copy_head.neighbors.parameters()
     moved = sum(float((new.detach() - old).square().sum()) for new, old in zip(after, before, strict=True))
     assert 0 < _PULL * moved <= fit.num_tokens * (fit.before - fit.after)
+
+
+def test_the_fit_does_not_depend_on_the_number_of_threads() -> None:
+    before, fits = torch.get_num_threads(), list[tuple[CopyFit, list[list[float]]]]()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            model = build_base("cross-attention")
+            fit = fit_copy_head(model, batches(7), HERE)
+        finally:
+            torch.set_num_threads(before)
+        assert model.copy_head is not None
+        fits.append((fit, [parameter.flatten().tolist() for parameter in model.copy_head.parameters()]))
+    assert fits[0] == fits[1]
 
 
 def test_without_neighbors_nothing_is_fitted(caplog: pytest.LogCaptureFixture) -> None:
