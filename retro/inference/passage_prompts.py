@@ -44,6 +44,10 @@ class PassagePrompt:
     inserted: tuple[int, int] = (0, 0)
 
 
+MOST_NEIGHBORS = 16
+"""Default: the largest number of neighbors that passages become."""
+
+
 def queries_of(messages: Sequence[Message]) -> tuple[str, ...]:
     """What is searched for a conversation: the last question, and after an earlier one also both together, because "who
     wrote it?" names nothing.
@@ -108,7 +112,9 @@ def _equal(first: np.ndarray, second: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else len(first)
 
 
-def passages_as_neighbors(retrieval: RetrievalSet, passages: Sequence[Passage], most: int) -> tuple[np.ndarray, ...]:
+def passages_as_neighbors(
+    retrieval: RetrievalSet, passages: Sequence[Passage], most: int = MOST_NEIGHBORS
+) -> tuple[np.ndarray, ...]:
     """The chunks of passages as neighbors that all chunks of a prompt read, for `LanguageModel.generate`.
 
     Args:

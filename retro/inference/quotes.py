@@ -120,6 +120,11 @@ def find_quotes(answer: str, texts: Sequence[str]) -> list[Quote]:
     return quotes
 
 
+def is_verbatim(answer: str, texts: Sequence[str]) -> bool:
+    """Whether all words of an answer occur in a text in this order, without others between them."""
+    return any(quote.words == len(_words(answer)) for quote in find_quotes(answer, texts))
+
+
 _Word = tuple[str, int, int]
 """A word without case, and its characters [start, stop)."""
 

@@ -60,7 +60,9 @@ def test_several_queries_take_turns(retriever: Retriever) -> None:
 
 
 def test_sparse_is_used_without_vectors_and_may_find_nothing(tiny_datastore: Datastore, tmp_path: Path) -> None:
-    bare = Retriever.open(without_stages(tiny_datastore, tmp_path / "bare", "embed", "train-index", "add", "neighbors").folder)
+    bare = Retriever.open(
+        without_stages(tiny_datastore, tmp_path / "bare", "embed", "train-index", "add", "neighbors").folder
+    )
     assert bare.chunks.ways == ("sparse",)
     assert bare.passages("title 42")[0].title == "Title 42"
     assert bare.passages("zzz unheard") == []
