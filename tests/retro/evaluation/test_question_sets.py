@@ -27,7 +27,7 @@ def test_lines_are_parsed_into_questions(tmp_path: Path, name: str, pack) -> Non
     assert read_questions(path) == [
         Question("a", "Who?", ("me", "I"), ("p/1",)),
         Question("3", "谁？", (), ()),
-        Question("5", "Why?", unanswerable=True),
+        Question("5", "Why?", (), unanswerable=True),
     ]
 
 

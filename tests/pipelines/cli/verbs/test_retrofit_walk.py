@@ -98,6 +98,11 @@ def test_questions_are_asked_in_the_chat_template(folder: Path, capsys: pytest.C
         assert re.search(rf"^chat, {mode} +\d", shown, re.MULTILINE), mode
 
 
+def test_a_question_is_answered_from_passages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command("chat"), "--max-tokens", "4"]) == 0
+    assert "of the answer was copied. Trust in retrieval is" in capsys.readouterr().err
+
+
 def test_lm_eval_scores_a_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     rows = [{"text": row["text"]} for _, row in zip(range(2), read_texts(folder), strict=False)]
