@@ -311,9 +311,10 @@ def imported_tokenizer(checkpoint: Checkpoint) -> str:
     return folder if has_own and (Path(folder) / "tokenizer.json").is_file() else ""
 
 
-def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:
-    """Return a search that finds the same neighbors [K, R], with lengths [K], for every chunk."""
-    return lambda chunks: tuple(np.broadcast_to(table, (len(chunks), *table.shape)) for table in (tokens, lengths))
+def _always(*tables: np.ndarray) -> RetrieveNeighbors:
+    """Return a search that finds the same neighbors for every chunk: tokens [K, R], lengths [K], and optionally ids and
+    distances [K]."""
+    return lambda chunks: tuple(np.broadcast_to(table, (len(chunks), *table.shape)) for table in tables)
 
 
 def _check_fits(

@@ -150,10 +150,16 @@ def test_deleted_documents_are_gone_from_the_next_answer(
         ({"retrieval": True}, 400, "retrieval", ""),
         ({"model": "tiny:off"}, 400, "retrieval", "has retrieval OFF. Use 'tiny'; with copy = false"),
         (
-            {"messages": [{"role": "user", "content": "why " * 10_000}]},
+            {"messages": [{"role": "user", "content": "why " * 4_000}]},
             400,
             "messages",
             "maximum context length is 512",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "why " * 10_000}]},
+            400,
+            "messages",
+            "at most 16,384 (max_input_tokens",
         ),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "messages", "no message of the user has text"),
     ],
