@@ -58,6 +58,9 @@ class ChatOptions(GenerationSettings):
     """Largest number of tokens of an answer."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Sampling temperature, at most 100; 0 = always the likeliest token."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.3
+    """Subtracted from the logit of a token for each time that the answer contains it, -2 to 2. Without it, small models
+    repeat themselves at temperature 0."""
     chat_template: str = ""
     """Jinja file, or folder of a tokenizer with a chat template; empty: that of the model."""
     extra_datastores: tuple[str, ...] = ()
@@ -296,9 +299,8 @@ def _show(conversation: Conversation, turn: Turn) -> None:
     echo("", sys.stderr)
     for passage in found.passages or ():
         name = one_line("  ".join(filter(None, (passage.document_id, passage.title))))
-        quotes = [
-            turn.answer.text[slice(*quote.text)] for quote in found.quotes or () if quote.passage == passage.number
-        ]
+        texts = [turn.answer.text[slice(*each.text)] for each in found.quotes or () if each.passage == passage.number]
+        quotes = {text.casefold(): text for text in reversed(texts)}.values()  # each once
         echo(f"[{passage.number}] {name}{': ' * bool(quotes)}{', '.join(map(quoted, quotes))}", sys.stderr)
     echo(_sentences(found), sys.stderr)
     if turn.tokens:
