@@ -35,11 +35,11 @@ class Lookup:
     def hits(self, ids: np.ndarray, distances: np.ndarray, scores: np.ndarray | None = None) -> list[Hit]:
         """Hits for chunk ids, distances and scores, all [h], without ids of -1. A repeated chunk is read once.
 
-        Scores are cosines if they are not given.
+        Scores are cosines if they are not given, and 0 where the distance is unknown (NaN).
         """
         present = ids >= 0
         ids, distances = ids[present], distances[present]
-        scores = 1 - distances / 2 if scores is None else scores[present]
+        scores = np.nan_to_num(1 - distances / 2) if scores is None else scores[present]
         different, rows = np.unique(ids, return_inverse=True)
         texts, continuations = self._texts(*self.retrieval.with_continuation(different))
         documents = self.retrieval.metadata(different)

@@ -64,6 +64,21 @@ class Results:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """Consecutive chunks of a document that a search found for a question."""
+
+    text: str
+    document_id: str
+    title: str
+    source: str
+    score: Annotated[float, Field(description="Score of its best chunk, as that of a hit.")]
+    chunk_id: Annotated[int, Field(description="Id of its first chunk; the others follow.")]
+    num_chunks: int
+    first_chunk: Annotated[int, Field(description="Position of its first chunk in the document, from 0.")]
+    tokens: Annotated[int, Field(description="Of the datastore's tokenizer.")]
+
+
+@dataclass(frozen=True)
 class StoredChunk:
     """A chunk of the datastore with its document and the ids of its neighbors in the document."""
 

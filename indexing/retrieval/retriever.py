@@ -1,6 +1,7 @@
 """A retriever: datastores opened for search; used by training, generation, evaluation and serving.
 
 texts, token ids, vectors ──► chunks (ChunkSearch) ──► ids and scores ──► lookup ──► hits with text and document
+question ──► passages ──► consecutive chunks around the best hits, within a budget of tokens
 full chunks ──► neighbors (LiveNeighbors) ──► ids, or tokens with continuations
 
 A retriever is read-only, so several threads can search at once.
@@ -18,8 +19,9 @@ from indexing.retrieval.dense import Dense, required
 from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.live_neighbors import LiveNeighbors
 from indexing.retrieval.lookup import Lookup
+from indexing.retrieval.passages import find_passages
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
-from indexing.retrieval.results import Results
+from indexing.retrieval.results import Passage, Results
 from indexing.retrieval.search import ChunkSearch
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet, check_searchable
@@ -85,6 +87,31 @@ class Retriever:
             DatastoreChanged: a datastore was built again since it was opened.
         """
         return self.lookup.results(self.chunks.rank(queries, k, filters=filters, retrieval=retrieval))
+
+    def passages(
+        self,
+        question: str | Sequence[str],
+        k: int = 4,
+        *,
+        tokens: int = 1024,
+        retrieval: Retrieval | None = None,
+        filters: Filters | None = None,
+    ) -> list[Passage]:
+        """Find passages to answer a question from, best first: chunks with their continuations, widened to consecutive
+        chunks of their documents.
+
+        Args:
+            question: a text; or several, whose results take turns, such as a question and a longer form of it.
+            k: largest number of passages; fewer if others touch or if fewer chunks are found.
+            tokens: largest number of tokens of all passages, in tokens of the datastore. Passages are whole chunks.
+            retrieval: how chunks are found; None = `hybrid`, or `sparse` for datastores without vectors.
+            filters: column of the documents' metadata → the required value, or a list of accepted values.
+
+        Raises:
+            InputError: a text is empty, k or `tokens` is below 1, or see `search`.
+            DatastoreChanged: a datastore was built again since it was opened.
+        """
+        return find_passages(self.chunks, question, k, tokens, retrieval=retrieval, filters=filters)
 
     @property
     def embedder(self) -> Embedder:

@@ -116,6 +116,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Continue a prompt, or answer it",
             "verbs.generate", "generate", "GenerateOptions", ("CHECKPOINT",),
         ),
+        "chat": Verb(
+            "Ask questions; answers are from passages of a datastore",
+            "verbs.chat", "chat", "ChatOptions", ("DATASTORE",),
+        ),
         "serve": Verb(
             "Serve search and a model over HTTP, with a web page",
             "verbs.serve", "serve", "ServeOptions", ("DATASTORE",),
@@ -132,7 +136,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "eval qa": Verb(
             "Measure exact match and F1 of answers to questions",
-            "verbs.evaluation", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS"),
+            "verbs.evaluation", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS"), resumes=True,
         ),
         "eval retrieval": Verb(
             "Measure hit@k, recall@k and MRR of searches",
@@ -176,7 +180,7 @@ _MADE_BY = {
     "RUN": "`retro train CONFIG` starts a run.",
 }
 _HELP_FLAGS = {"-h", "--help"}
-_ENDLESS = {"serve", "mcp"}  # verbs that wait for requests, in silence
+_ENDLESS = {"serve", "mcp", "chat"}  # verbs that wait for requests, in silence
 _HELP = """{version}
 
 retro trains and serves language models that retrieve text from a datastore (RETRO).

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexing.retrieval.queries import Retrieval
-from indexing.retrieval.results import Hit
+from indexing.retrieval.results import Hit, Passage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import SPLITS
 from indexing.store.datastore import Datastore as StoredDatastore
@@ -182,6 +182,36 @@ class Datastore:
         several = [queries] if isinstance(queries, str) else queries
         hits = self._retriever.search(several, k, filters=filters, retrieval=retrieval).hits
         return hits[0] if alone else hits
+
+    def passages(
+        self,
+        question: str,
+        k: int = 4,
+        *,
+        tokens: int = 1024,
+        retrieval: Retrieval | None = None,
+        filters: Filters | None = None,
+    ) -> list[Passage]:
+        """Find up to k passages of the split `train` to answer a question from, best first, for any model's prompt.
+
+        A passage is a run of whole chunks of a document around the best hits.
+
+        Args:
+            question: a text.
+            k: largest number of passages.
+            tokens: largest number of tokens of all passages, in tokens of the datastore.
+            retrieval: `dense`, `sparse` or `hybrid`; None = `hybrid`, or `sparse` for datastores without vectors.
+            filters: column of the documents' metadata → the required value, or a list of accepted values.
+
+        Returns:
+            passages with `text`, `document_id`, `title`, `source`, `score` and their chunks.
+
+        Raises:
+            InputError: the question is empty, k or `tokens` is below 1, a filter names an unknown column, or the stage
+                of the search is not finished.
+            DatastoreChanged: the datastore was built again since it was opened.
+        """
+        return self._retriever.passages(question, k, tokens=tokens, retrieval=retrieval, filters=filters)
 
     def embed(self, texts: Sequence[str] | Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
         """The vectors of texts, or of token ids [t] of each: [n, d], of unit length.

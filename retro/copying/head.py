@@ -222,10 +222,27 @@ class CopyHead(nn.Module):
             starts = document_starts(inputs.documents, self.chunk_length, inputs.tokens.shape[1])
         with torch.autocast(evidence.device.type, enabled=False):
             odds = self.log_odds(vocabulary.log_top, evidence)
-            # The label's probability with each strength decides how far the strengths are trusted after it.
-            each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_strength(odds).unbind(-1)]
-            trust = trust_of(-torch.stack(each, -1), starts)
+            trust = trust_of(self._log_p(odds, vocabulary, evidence), starts)
             return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence), trust
+
+    def trust_after(self, vocabulary: TokenLosses, evidence: Tensor, earns: Tensor) -> Tensor:
+        """Trust [4] after one text, earned by some of its tokens.
+
+        Args:
+            vocabulary: [1, T], of all following tokens (`Inputs.following`).
+            evidence: about these tokens, from `evidence`.
+            earns: bool [T], True where the following token earns trust.
+        """
+        with torch.autocast(evidence.device.type, enabled=False):
+            log_p = self._log_p(self.log_odds(vocabulary.log_top, evidence), vocabulary, evidence)
+            # `trust_of` does not use the last row.
+            return trust_of(F.pad(log_p[:, earns], (0, 0, 0, 1)))[0, -1]
+
+    def _log_p(self, odds: Tensor, vocabulary: TokenLosses, evidence: Tensor) -> Tensor:
+        """Log-probabilities of the labels with each strength, [B, T, 4]: these decide how far it is trusted after
+        them."""
+        each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_strength(odds).unbind(-1)]
+        return -torch.stack(each, -1)
 
     def losses_with(
         self, vocabulary: TokenLosses, evidence: Tensor, trust: Tensor, copy_strength: Tensor | None = None

@@ -44,6 +44,8 @@ class Row:
         trust: in each strength of copying, earned by the prompt (`switch.py`). Generated tokens earn none: what was
             copied would be copied again.
         copy_strength: see `GenerationSettings`.
+        inserted: [start, stop) of the prompt's tokens that are passages of the datastore. They earn no trust: they
+            occur in it whatever the text is about.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
 
@@ -56,6 +58,7 @@ class Row:
     draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     trust: tuple[float, ...] = START
     copy_strength: float = 1.0
+    inserted: tuple[int, int] = (0, 0)
     prompt: Tensor | None = field(default_factory=lambda: torch.empty(0))
 
     @property

@@ -88,13 +88,16 @@ class StepVotes:
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
         """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after
-        them."""
+        them. Inserted tokens earn none."""
         inputs = self._inputs_of(row)
         if not self._head.learns_trust(inputs):
             return START
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
-        _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
-        return tuple(trust[0, -1].tolist())
+        earns = torch.ones(len(row.tokens), dtype=torch.bool)
+        earns[-1] = False  # no token follows
+        start, stop = (max(0, border - row.dropped * self._head.chunk_length - 1) for border in row.inserted)
+        earns[start:stop] = False  # about the token after each one
+        return tuple(self._head.trust_after(vocabulary, evidence, earns.to(evidence.device)).tolist())
 
     def copied_shares_of(self, row: Row, vocabulary: TokenLosses) -> Tensor:
         """As `copied_shares`, for all next tokens of a text: float32 [t].

@@ -20,6 +20,13 @@ from indexing.tokenization.language import Language
 from indexing.tokenization.texts import as_texts
 from retro.evaluation.bits_per_byte import ratio_with_interval
 
+_REFUSAL = re.compile(
+    r"\b(?:(?:do|does|did|can|could|is|are|was|were)(?:n't| not) (?:\w+ )?"
+    r"(?:know|mention|say|answer|provide|contain|specif|state|include|find|give|sure|clear|able)"
+    r"|cannot (?:\w+ )?(?:answer|find|provide|determine)|no (?:\w+ )?(?:information|answer|mention)"
+    r"|(?:not|un)known|not (?:mentioned|stated|specified|provided|given)|unable to|i'm (?:not sure|sorry)|i am (?:not sure|sorry))"
+    r"|不知道|无法|不清楚|未提及|未提到|未说明|未提供|没有(?:提到|提及|说明|提供|相关|答案|信息)"
+)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CHINESE_PUNCTUATION = frozenset("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
 _ENGLISH_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -44,6 +51,12 @@ def f1(answer: str, right: Sequence[str], language: Language) -> float:
     return _best(
         lambda reference: _english_f1(answer, reference) if language == "en" else _chinese_f1(answer, reference), right
     )
+
+
+def is_refusal(answer: str) -> bool:
+    """Whether an answer says that it does not know, or that the passages do not say it. By phrases, in both
+    languages."""
+    return not answer.strip() or _REFUSAL.search(answer.lower().replace("’", "'")) is not None
 
 
 def mean_with_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:

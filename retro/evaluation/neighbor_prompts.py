@@ -45,7 +45,7 @@ NEIGHBOR_TEMPLATES: dict[Language, NeighborTemplate] = {
 }
 
 
-class Passage(NamedTuple):
+class NeighborPassage(NamedTuple):
     """A passage to read as a neighbor; the title may be empty."""
 
     title: str
@@ -78,7 +78,7 @@ class QuestionFormat:
         before = self.template.question.format("").split("\n")[-1]
         return np.append(continuation(self.tokenizer, before, self.template.answer.format(text)), self.tokenizer.eos_id)
 
-    def neighbors(self, passages: Sequence[Passage], k: int) -> tuple[np.ndarray, np.ndarray]:
+    def neighbors(self, passages: Sequence[NeighborPassage], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first k passages as neighbors: tokens [k, 2m] int64 and lengths [k] int64; 0 = no passage."""
         tokens = np.full((k, 2 * self.chunk_length), self.tokenizer.pad_id, dtype=np.int64)
         lengths = np.zeros(k, dtype=np.int64)
@@ -93,7 +93,7 @@ class QuestionFormat:
         """Formats in the language."""
         return NEIGHBOR_TEMPLATES[self.language]
 
-    def _written(self, passage: Passage) -> str:
+    def _written(self, passage: NeighborPassage) -> str:
         title = self.template.title.format(passage.title) if passage.title else ""
         return title + self.template.source.format(passage.text)
 
@@ -109,7 +109,7 @@ def continuation(tokenizer: Tokenizer, before: str, text: str) -> np.ndarray:
     return (whole[len(start) :] if keeps_start else tokenizer.encode(text)).astype(np.int64)
 
 
-def find_passages(
+def find_neighbor_passages(
     retriever: Retriever,
     questions: Sequence[Question],
     k: int,
@@ -117,7 +117,7 @@ def find_passages(
     retrieval: Retrieval = "dense",
     positives_first: bool = False,
     advance: Advance = lambda _: None,
-) -> list[list[Passage]]:
+) -> list[list[NeighborPassage]]:
     """Find k passages for each question, best first; fewer if the datastore has fewer.
 
     Args:
@@ -133,7 +133,7 @@ def find_passages(
         InputError: a question is empty, or `positives_first` is set and a question names no document of the datastore.
     """
     right = right_documents(retriever.retrieval, questions) if positives_first else None
-    passages: list[list[Passage]] = []
+    passages: list[list[NeighborPassage]] = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
         ranked = retriever.chunks.rank([question.question for question in questions[block]], k, retrieval=retrieval).ids
@@ -157,10 +157,10 @@ def _led_by(retrieval: RetrievalSet, documents: np.ndarray, ids: np.ndarray) -> 
     return np.concatenate([*first, others])
 
 
-def _texts(retriever: Retriever, rows: Sequence[np.ndarray]) -> list[list[Passage]]:
+def _texts(retriever: Retriever, rows: Sequence[np.ndarray]) -> list[list[NeighborPassage]]:
     """Return the passages of each row of chunk ids [n]."""
     ids = np.concatenate(rows)
     hits = retriever.lookup.hits(ids, np.zeros(len(ids), dtype=np.float32))
     # A chunk can begin or end inside a character.
-    passages = (Passage(hit.title, (hit.text + hit.continuation).strip("\ufffd \n")) for hit in hits)
+    passages = (NeighborPassage(hit.title, (hit.text + hit.continuation).strip("\ufffd \n")) for hit in hits)
     return [[next(passages) for _ in row] for row in rows]

@@ -2,6 +2,7 @@
 answer.
 
 {"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
+{"id": "…", "question": "…", "unanswerable": true}
 """
 
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ class Question:
         question: text of the question.
         answers: right answers.
         positive_ids: ids of documents with an answer; empty if the file does not name any.
+        unanswerable: True if no document has an answer; then there are no right answers.
     """
 
     id: str
     question: str
     answers: tuple[str, ...]
     positive_ids: tuple[str, ...] = ()
+    unanswerable: bool = False
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -59,4 +62,9 @@ def _question(where: str, line: int, row: object) -> Question:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise InputError(f'{where}: "{key}" must be a list of texts.')
         lists[key] = tuple(values)
-    return Question(str(row.get("id", line)), row["question"], lists["answers"], lists["positive_ids"])
+    unanswerable = row.get("unanswerable", False)
+    if not isinstance(unanswerable, bool) or (unanswerable and (lists["answers"] or lists["positive_ids"])):
+        raise InputError(
+            f'{where}: "unanswerable" must be true or false, and true only without "answers" and "positive_ids".'
+        )
+    return Question(str(row.get("id", line)), row["question"], lists["answers"], lists["positive_ids"], unanswerable)

@@ -74,16 +74,20 @@ class QaSettings:
     """How `retro eval qa` asks questions."""
 
     k: NonNegativeInt = 2
-    """Neighbors of each chunk of a prompt with retrieval ON; 0 = do not measure ON."""
-    prompt_passages: NonNegativeInt = 2
-    """Passages in an open-book prompt: the chunks nearest to the question, with their continuations."""
+    """Neighbors of each chunk of a prompt with retrieval ON; 0 = do not measure ON. In a chat with passages, the
+    neighbors are these passages."""
+    prompt_passages: NonNegativeInt = 4
+    """Passages in an open-book prompt, found for the question as in `retro serve` and `retro chat`."""
+    passage_tokens: PositiveInt = 1024
+    """Largest number of tokens of all passages in a prompt."""
     neighbor_passages: NonNegativeInt = 0
-    """Passages found for the question that every chunk of the prompt reads as neighbors (paper: 20): of the paper's
-    prompt, as in `retro finetune`, or of the chat prompt, without and with passages in it; 0 = not measured."""
+    """Passages found for the question that every chunk of the paper's prompt reads as neighbors (paper: 20), as in
+    `retro finetune`; 0 = not measured."""
     gold: bool = False
     """Also measure these passages with the documents first that a question names as `positive_ids`."""
-    retrieval: Retrieval = "dense"
-    """Search for passages: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
+    retrieval: Retrieval | Literal["auto"] = "auto"
+    """Search for passages: by embeddings (`dense`), by terms (`sparse`), by both (`hybrid`), or by the best of these
+    that the datastore has (`auto`)."""
     shots: NonNegativeInt = 0
     """Solved questions before each question, except in the paper's prompt. These are the first of the file and are not
     asked."""

@@ -6,13 +6,9 @@
 A prompt has a line `Passage: …` for each retrieved passage, then solved questions, then `Question: …` and `Answer:` (in
 Chinese `段落：`, `问题：`, `回答：`); the answer ends at the end of its line. The prompt is padded in front with line ends to
 whole chunks: only complete chunks retrieve, so the question must end a chunk (the paper pads there too, section 4.2).
-
-For a chat model, `PromptBuilder.opening` writes the passages as messages, and the lines after them begin the
-assistant's turn. Such a prompt is not padded: line ends in front do not improve answers
-(docs/results/question-answering.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +34,6 @@ TEMPLATES: dict[Language, Template] = {
     "zh": Template("段落：{}\n", "问题：{}\n回答：", "{}\n"),
 }
 
-CHAT_INSTRUCTIONS: dict[Language, str] = {"en": "Answer each question in a few words.", "zh": "用几个字回答每个问题。"}
-"""What a chat model is asked, after the passages."""
-
 
 @dataclass(frozen=True)
 class PromptBuilder:
@@ -51,9 +44,7 @@ class PromptBuilder:
         language: language of the template in `TEMPLATES`.
         shots: solved questions at the beginning of each prompt.
         tokens: largest number of tokens in a prompt, a multiple of the chunk length.
-        chunk_length: m; every prompt without an opening has whole chunks.
-        opening: text of the passages → tokens [t] before the first question, from the beginning of a document; None =
-            the tokens of the text.
+        chunk_length: m; every prompt has whole chunks.
     """
 
     tokenizer: Tokenizer
@@ -61,7 +52,6 @@ class PromptBuilder:
     shots: Sequence[Question]
     tokens: int
     chunk_length: int
-    opening: Callable[[str], np.ndarray] | None = None
 
     def prompt(self, question: Question, passages: Sequence[str]) -> np.ndarray:
         """Return the tokens [t] of a question's prompt, with the beginning-of-document token.
@@ -73,11 +63,10 @@ class PromptBuilder:
         """
         template = TEMPLATES[self.language]
         final = self._encoded(template.question.format(question.question))
-        taken = len(self._opened("")) + len(final)
-        room = self.tokens - 1 - taken
+        room = self.tokens - 1 - len(final)
         if room < 0:
             raise InputError(
-                f"question {question.id!r} has {taken} tokens; at most {self.tokens - 1} fit: the model's context minus "
+                f"question {question.id!r} has {len(final)} tokens; at most {self.tokens - 1} fit: the model's context minus "
                 "the longest answer. Shorten the question or lower max_tokens."
             )
         shots = [
@@ -89,24 +78,13 @@ class PromptBuilder:
         room -= sum(map(len, shots))
         read = self._read("".join(template.passage.format(" ".join(text.split())) for text in as_texts(passages)), room)
         tokens = [token for part in (read, *shots, final) for token in part]
-        if self.opening is not None:
-            return np.array(tokens, dtype=np.int64)
         padding = [self._line_end()] * (-(1 + len(tokens)) % self.chunk_length)
         return np.array([self.tokenizer.bos_id, *padding, *tokens], dtype=np.int64)
 
     def _read(self, text: str, room: int) -> list[int]:
-        """Return the tokens before the first question. Those of the text, whose end is cut, fill at most `room`."""
-        read = self._opened(text)
-        if self.opening is None and len(read) > room:
-            return [*read[: max(0, room - 1)], self._line_end()][:room]
-        limit, kept = room + len(self._opened("")), self._encoded(text)
-        while len(read) > limit:  # the opening ends with words of its own, so the text is cut before it is written
-            kept = kept[: limit - len(read)]
-            read = self._opened(self.tokenizer.decode(np.array(kept, dtype=np.int64)))
-        return read
-
-    def _opened(self, text: str) -> list[int]:
-        return self._encoded(text) if self.opening is None else self.opening(text).tolist()
+        """Return the tokens of the passages; the end of what does not fit in `room` is cut."""
+        read = self._encoded(text)
+        return read if len(read) <= room else [*read[: max(0, room - 1)], self._line_end()][:room]
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).tolist() if text else []

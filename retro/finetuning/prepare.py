@@ -33,7 +33,7 @@ from indexing.store.schemas import MOST_SHARDS, parsed
 from indexing.tokenization.language import Language, language_of
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.batch.loss import IGNORED_LABEL
-from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
+from retro.evaluation.neighbor_prompts import NeighborPassage, QuestionFormat, find_neighbor_passages
 from retro.evaluation.question_sets import Question, read_numbered_questions
 from retro.finetuning.conversations import read_conversations
 from retro.finetuning.settings import FinetuneSettings
@@ -240,7 +240,7 @@ class _Writer:
         if self.settings.format == "instructions":
             return found_by_chunk(self.retriever, tokens, counts, self.k)
         questions = [line.example for line in block if isinstance(line.example, Question)]
-        passages = find_passages(
+        passages = find_neighbor_passages(
             self.retriever,
             questions,
             self.k,
@@ -267,10 +267,10 @@ def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray,
 
 
 def of_questions(
-    formats: Sequence[QuestionFormat], passages: Sequence[Sequence[Passage]], counts: np.ndarray, k: int
+    formats: Sequence[QuestionFormat], passages: Sequence[Sequence[NeighborPassage]], counts: np.ndarray, k: int
 ) -> Neighbors:
     """The passages of each question, which all of its chunks read. A passage in one language is stored once."""
-    numbers: dict[tuple[QuestionFormat, Passage], int] = {}
+    numbers: dict[tuple[QuestionFormat, NeighborPassage], int] = {}
     rows = np.full((len(passages), k), -1, dtype=np.int64)
     for question, (form, chosen) in enumerate(zip(formats, passages, strict=True)):
         for place, passage in enumerate(chosen):

@@ -110,13 +110,20 @@ class Decoder:
         retrieve: RetrieveNeighbors | None = None,
         trust: tuple[float, ...] | None = None,
         copy_strength: float = 1.0,
+        inserted: tuple[int, int] = (0, 0),
     ) -> Row:
         """Add a row for a prompt [t], t ≥ 1. Rows with equal `retrieve` are searched together.
 
         `trust` is what an earlier row with the same prompt earned, if tokens were generated since; None = it is
-        learned. `copy_strength` is that of `GenerationSettings`.
+        learned. `copy_strength` is that of `GenerationSettings`, `inserted` that of `Row`.
         """
-        row = Row(np.array(tokens, np.int64), retrieve, slot=len(self.rows), copy_strength=copy_strength)
+        row = Row(
+            np.array(tokens, np.int64),
+            retrieve,
+            slot=len(self.rows),
+            copy_strength=copy_strength,
+            inserted=inserted,
+        )
         if trust is not None:
             row.trust, row.prompt = trust, None
         self.cache.make_slots(len(self.rows) + 1)

@@ -85,8 +85,10 @@ class Continuation:
         decode: Decode,
         ends: Set[int],
         sources: bool,
+        inserted: tuple[int, int],
     ) -> None:
         self.number, self.prompt, self.settings, self.sources = number, prompt, settings, sources
+        self.inserted = inserted
         self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else ends)}
         self.generated: list[int] = []
         self.trust: tuple[float, ...] | None = None  # of the row, once its prompt is read
@@ -111,7 +113,8 @@ class Continuation:
         """Append a sampled token of a row. `copied`: where from, and its share. `earned`: trust of the row."""
         trust = None
         if self.sources and earned is not None and not self.generated:
-            trust = Trust.of(earned, len(self.prompt))
+            start, stop = self.inserted
+            trust = Trust.of(earned, len(self.prompt) - (stop - start))
         self.generated.append(token)
         self.trust = row.trust
         del self._numbers[:1]
@@ -193,6 +196,7 @@ class Batch:
         *,
         copies: Iterable[tuple[int, int]] = ((0, 0),),
         sources: bool = False,
+        inserted: tuple[int, int] = (0, 0),
     ) -> list[Continuation]:
         """Add continuations of a prompt; they are generated from the next step on.
 
@@ -202,11 +206,14 @@ class Batch:
             retrieve: finds the neighbors of its chunks; None = retrieval OFF.
             copies: for each continuation its number, which `GeneratedToken.row` returns, and what is added to the seed.
             sources: return the neighbors that were read and the tokens that were copied.
+            inserted: [start, stop) of the prompt's tokens that are passages of the datastore, see `Row`.
         """
         texts = [
-            Continuation(number, copy, prompt, settings, self._decode, self._ends, sources) for number, copy in copies
+            Continuation(number, copy, prompt, settings, self._decode, self._ends, sources, inserted)
+            for number, copy in copies
         ]
-        self._texts[self._decoder.add(prompt, retrieve, copy_strength=settings.copy_strength)] = texts
+        row = self._decoder.add(prompt, retrieve, copy_strength=settings.copy_strength, inserted=inserted)
+        self._texts[row] = texts
         return list(texts)
 
     def remove(self, continuations: Iterable[Continuation]) -> None:
@@ -247,7 +254,7 @@ class Batch:
         self._decoder, self._texts = self._decoder.empty(), {}
         for text, retrieve in texts:
             tokens = np.append(text.prompt, text.generated)
-            row = self._decoder.add(tokens, retrieve, text.trust, text.settings.copy_strength)
+            row = self._decoder.add(tokens, retrieve, text.trust, text.settings.copy_strength, text.inserted)
             self._texts[row] = [text]
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
@@ -367,6 +374,7 @@ def generate(
     *,
     n: int = 1,
     sources: bool = False,
+    inserted: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[list[GeneratedToken]]:
     """Continue prompts; yield after every step the new tokens, in the order of their rows. A row can have several.
 
@@ -377,13 +385,15 @@ def generate(
         retrieve: finds the neighbors of each prompt's chunks; None = retrieval OFF.
         n: continuations of each prompt.
         sources: return the neighbors that were read and the tokens that were copied.
+        inserted: [start, stop) of each prompt's tokens that are passages of the datastore; None = none.
 
     Raises:
         Exception: of the first continuation that fails.
     """
     for index, prompt in enumerate(prompts):
         copies = [(index * n + copy, copy) for copy in range(n)]
-        batch.add(prompt, settings, retrieve[index] if retrieve else None, copies=copies, sources=sources)
+        search, passages = retrieve[index] if retrieve else None, inserted[index] if inserted else (0, 0)
+        batch.add(prompt, settings, search, copies=copies, sources=sources, inserted=passages)
     while len(batch):
         tokens = list[GeneratedToken]()
         for _, token in batch.step():

@@ -34,9 +34,9 @@ from retro.model.retro import Retro
 NEIGHBOR_CACHE_BYTES = 2**30
 """Default size of the cache of encoded neighbors."""
 
-GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
-"""For each prompt the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. R is equal for all
-prompts."""
+GivenNeighbors = Sequence[tuple[np.ndarray, ...]]
+"""For each prompt the neighbors that all its chunks read: tokens [K, R] int64 and lengths [K] int64, and optionally ids
+[K] int64 and distances [K] float32, as in `Neighbors`. R is equal for all prompts."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,7 @@ class LanguageModel:
         given: GivenNeighbors | None = None,
         n: int = 1,
         sources: bool = False,
+        inserted: Sequence[tuple[int, int]] | None = None,
     ) -> Iterator[list[GeneratedToken]]:
         """Continue prompts together; yield after every step the new tokens.
 
@@ -205,14 +206,15 @@ class LanguageModel:
             given: neighbors of each prompt, which all its chunks read; no search runs.
             n: continuations of each prompt, with the seeds `settings.seed`, `settings.seed` + 1 …
             sources: return with each token the neighbors that the model read and the token that the copy head copied.
+            inserted: [start, stop) of each prompt's tokens that are passages of the datastore, which earn no trust in
+                copying; None = none.
 
         Raises:
             InputError: see `score`; or an id in the settings is outside the vocabulary. It is raised by this call,
                 before the first step.
         """
-        checked, search = self.checked(prompts, settings, k if given is None else 0)
-        retrieve = [search] * len(prompts) if given is None else [_always(*neighbors) for neighbors in given]
-        return generate(self.batch(), checked, settings, retrieve, n=n, sources=sources)
+        checked, retrieve = self.checked(prompts, settings, k, given)
+        return generate(self.batch(), checked, settings, retrieve, n=n, sources=sources, inserted=inserted)
 
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`.
@@ -248,15 +250,22 @@ class LanguageModel:
         return min(top, int(self._known.sum()))
 
     def checked(
-        self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int
-    ) -> tuple[list[np.ndarray], RetrieveNeighbors | None]:
-        """Return prompts as int64, and the search for k neighbors of their chunks.
+        self,
+        prompts: Sequence[np.ndarray],
+        settings: GenerationSettings,
+        k: int,
+        given: GivenNeighbors | None = None,
+    ) -> tuple[list[np.ndarray], list[RetrieveNeighbors | None]]:
+        """Return prompts as int64, and for each the search for k neighbors of its chunks, or what returns those given.
 
         Raises:
             InputError: see `generate`.
         """
         settings.check_ids(self._num_ids)
-        return [self._checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)], self._retrieve(k)
+        checked = [self._checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        if given is not None:
+            return checked, [_always(*neighbors) for neighbors in given]
+        return checked, [self._retrieve(k)] * len(prompts)
 
     def _retrieve(self, k: int) -> RetrieveNeighbors | None:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
@@ -302,9 +311,10 @@ def imported_tokenizer(checkpoint: Checkpoint) -> str:
     return folder if has_own and (Path(folder) / "tokenizer.json").is_file() else ""
 
 
-def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:
-    """Return a search that finds the same neighbors [K, R], with lengths [K], for every chunk."""
-    return lambda chunks: tuple(np.broadcast_to(table, (len(chunks), *table.shape)) for table in (tokens, lengths))
+def _always(*tables: np.ndarray) -> RetrieveNeighbors:
+    """Return a search that finds the same neighbors for every chunk: tokens [K, R], lengths [K], and optionally ids and
+    distances [K]."""
+    return lambda chunks: tuple(np.broadcast_to(table, (len(chunks), *table.shape)) for table in tables)
 
 
 def _check_fits(

@@ -168,4 +168,5 @@ def _as_invalid_request(problem: Mapping[str, Any], scope: Scope) -> InvalidRequ
 
 def accepted_fields(model: type[BaseModel]) -> str:
     """Return the message about an unknown field of a model."""
-    return f"unknown field; accepted are {', '.join(model.model_fields)}."
+    names = (field.alias or name for name, field in model.model_fields.items())
+    return f"unknown field; accepted are {', '.join(names)}."

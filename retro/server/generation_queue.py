@@ -24,7 +24,7 @@ import numpy as np
 from indexing.store.damage_found import require_whole
 from retro.copying.rows import RetrieveNeighbors
 from retro.inference.generation import Continuation, GeneratedToken
-from retro.inference.language_model import LanguageModel
+from retro.inference.language_model import GivenNeighbors, LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.server.batching import call_on_loops
 from retro.server.errors import ApiError, time_limit_error
@@ -39,7 +39,7 @@ class _Request:
     """A request that was not answered yet.
 
     Attributes:
-        prompts, settings, retrieve, n, sources: as in `generation.generate`.
+        prompts, settings, retrieve, n, sources, inserted: as in `generation.generate`.
         waiting: numbers of the continuations that wait for a place in the batch.
         since: time of acceptance, later of the last step, in seconds of `time.perf_counter`.
         running: its texts in the batch.
@@ -49,9 +49,10 @@ class _Request:
 
     prompts: Sequence[np.ndarray]
     settings: GenerationSettings
-    retrieve: RetrieveNeighbors | None
+    retrieve: Sequence[RetrieveNeighbors | None]
     n: int
     sources: bool
+    inserted: Sequence[tuple[int, int]]
     waiting: deque[int]
     since: float
     loop: asyncio.AbstractEventLoop
@@ -119,6 +120,8 @@ class GenerationQueue:
         *,
         n: int = 1,
         sources: bool = False,
+        given: GivenNeighbors | None = None,
+        inserted: Sequence[tuple[int, int]] | None = None,
     ) -> AsyncIterator[list[GeneratedToken]]:
         """Yield the steps of `LanguageModel.generate`.
 
@@ -126,9 +129,10 @@ class GenerationQueue:
             ApiError: the generation takes longer than `seconds`.
             InputError: at the first step; see `LanguageModel.generate`.
         """
-        checked, retrieve = self._language_model.checked(prompts, settings, k)
+        checked, retrieve = self._language_model.checked(prompts, settings, k, given)
         loop, waiting = asyncio.get_running_loop(), deque(range(len(prompts) * n))
-        request = _Request(checked, settings, retrieve, n, sources, waiting, time.perf_counter(), loop)
+        passages = inserted or [(0, 0)] * len(prompts)
+        request = _Request(checked, settings, retrieve, n, sources, passages, waiting, time.perf_counter(), loop)
         until = loop.time() + seconds
         self._accept(request)
         try:
@@ -196,11 +200,17 @@ class GenerationQueue:
             chosen = min(waiting, key=lambda request: texts[request] if texts[request] >= share else 0)
             joining.setdefault(chosen, []).append(chosen.waiting.popleft())
         for request, rows in joining.items():
-            options, sources = (request.settings, request.retrieve), request.sources
             for prompt, group in groupby(rows, key=request.prompt_of):
                 copies = [(row, row % request.n) for row in group]
                 try:
-                    added = self._batch.add(request.prompts[prompt], *options, copies=copies, sources=sources)
+                    added = self._batch.add(
+                        request.prompts[prompt],
+                        request.settings,
+                        request.retrieve[prompt],
+                        copies=copies,
+                        sources=request.sources,
+                        inserted=request.inserted[prompt],
+                    )
                     request.running |= set(added)
                 except Exception as error:
                     self._fail(request, error)

@@ -67,6 +67,14 @@ class RequestLimits:
         tokens = sum(length // m for length in lengths) * k * 2 * m
         self.within("max_neighbor_tokens", tokens, param, f"neighbor tokens with k = {k}")
 
+    def neighbors_of(self, length: int) -> int:
+        """Return the largest number of neighbors of each chunk of a text of this length, when passages are its
+        neighbors."""
+        assert self._language_model is not None
+        m = self._retriever.datastore.chunk_length
+        chunks = max(1, min(length, self._language_model.context) // m)
+        return max(1, min(self._settings.max_model_k, self._settings.max_neighbor_tokens // (chunks * 2 * m)))
+
     def generation(self, prompts: Sequence[np.ndarray], max_tokens: int, k: int, param: str) -> None:
         """Require prompts [t] that fit into the context; limit the neighbor tokens that they and their continuations
         read."""

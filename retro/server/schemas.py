@@ -229,7 +229,7 @@ class DatastoreResponse(BaseModel):
     retrieval: list[Retrieval] = Field(description="Kinds of retrieval that a search accepts.")
     trace: bool = Field(description="Whether runs can be traced: a datastore has the stage `suffixes`.")
     model: dict[str, Any] | None = Field(
-        description="Fields: `name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`. Null without a model."
+        description="Fields: `name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`, `chat` (it has a chat template). Null without a model."
     )
     limits: dict[str, int | float]
 

@@ -286,4 +286,5 @@ def _model(service: Service) -> dict[str, Any] | None:
         "parameters": count_parameters(language_model.model, embeddings=True),
         "context": language_model.context,
         "retrieval": service.retrieves,
+        "chat": service.chat_template is not None,
     }

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from indexing.retrieval.results import Passage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import DamagedFile, InputError
 from retro.inference.chat_template import ChatTemplate, read_template, stored_template
 from retro.inference.generation import GeneratedToken
-from retro.inference.language_model import LanguageModel, Scores
+from retro.inference.language_model import GivenNeighbors, LanguageModel, Scores
 from retro.inference.scoring import Window
 from retro.inference.settings import GenerationSettings
 from retro.inference.source_texts import SourceFinder, Sources
@@ -47,6 +48,13 @@ class ScoreKey(NamedTuple):
     sources: bool = False
 
 
+class PassageKey(NamedTuple):
+    """Everything except the conversation that its passages depend on: their number, and tokens of all."""
+
+    k: int
+    tokens: int
+
+
 Sourced = tuple[GeneratedToken, Sources | None]
 """A token, and what is new in the sources of its continuation."""
 
@@ -63,6 +71,7 @@ class Service:
         limits: of what a request asks for.
         name: name of the model, or of the datastore without a model.
         search: (`SearchKey`, queries) → a result for each query.
+        passages: (`PassageKey`, the queries of conversations) → passages for each conversation.
         embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
         trace: (None, functions without arguments) → their results. Requests take turns function by function.
         score: (`ScoreKey`, windows of sequences) → their sequences have the scores; None without a model.
@@ -88,6 +97,9 @@ class Service:
         self.search: Batcher[SearchKey, Query, SearchResult] = Batcher(
             "search", search_with(retriever), size, count("search"), cost_of_search, watch
         )
+        self.passages: Batcher[PassageKey, tuple[str, ...], list[Passage]] = Batcher(
+            "passages", _passages_with(retriever), 1, count("passages"), before=watch
+        )
         self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
         self.trace: Batcher[None, Callable[[], Any], Any] = Batcher(
             "trace", lambda _, parts: [part() for part in parts], 1, before=watch
@@ -111,6 +123,7 @@ class Service:
     def _watch_queues(self) -> None:
         """Add what is waiting and running to the metrics."""
         queues: dict[str, Sized] = {"search": self.search, "embed": self.embed, "trace": self.trace}
+        queues["passages"] = self.passages
         running: dict[str, Callable[[], int]] = {}
         if self.score is not None and (generations := self.generations) is not None:
             queues |= {"score": self.score, "generate": generations}
@@ -198,11 +211,15 @@ class Service:
         n: int = 1,
         sources: bool = False,
         starts: Sequence[int] = (),
+        shares: bool = False,
+        given: GivenNeighbors | None = None,
+        inserted: Sequence[tuple[int, int]] | None = None,
     ) -> AsyncIterator[Sourced]:
         """Yield the tokens of `GenerationQueue.generate`; with `sources`, each has what is new in those of its
         continuation.
 
-        `starts` are the characters of each answer before its continuation; empty = 0.
+        `starts` are the characters of each answer before its continuation; empty = 0. With `shares`, tokens have copied
+        shares and trust without sources, too.
         """
         self.model()
         assert self.generations is not None
@@ -213,7 +230,10 @@ class Service:
         def of_step(step: list[GeneratedToken]) -> list[Sourced]:
             return [(token, finders[token.row].add_generated(token)) for token in step]
 
-        async for step in self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources):
+        steps = self.generations.generate(
+            prompts, settings, k, seconds, n=n, sources=sources or shares, given=given, inserted=inserted
+        )
+        async for step in steps:
             for sourced in await asyncio.to_thread(of_step, step) if sources else [(token, None) for token in step]:
                 yield sourced
 
@@ -250,6 +270,14 @@ class Service:
 
 def _embed_with(retriever: Retriever) -> Callable[[str, list[Query]], Sequence[np.ndarray]]:
     return lambda _, queries: list(retriever.queries.vectors(queries))  # type: ignore[arg-type]
+
+
+def _passages_with(
+    retriever: Retriever,
+) -> Callable[[PassageKey, list[tuple[str, ...]]], list[list[Passage]]]:
+    return lambda key, conversations: [
+        retriever.passages(queries, key.k, tokens=key.tokens) for queries in conversations
+    ]
 
 
 def _score_with(language_model: LanguageModel) -> Callable[[ScoreKey, list[Window]], list[None]]:

@@ -150,7 +150,7 @@ def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
 @settings
 class EvalQaOptions(QaSettings, ResultOptions):
     """Measure exact match and F1 of answers to questions: closed book, with passages in the prompt, with passages as
-    neighbors, and with retrieval ON."""
+    neighbors, and with retrieval ON. With `--output`, the same command continues a measurement that was stopped."""
 
     passages: str = ""
     """Datastore to search for passages. Retrieval ON then searches it too; empty: retrieval ON searches the datastore
@@ -163,23 +163,32 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     """`retro eval qa CHECKPOINT QUESTIONS`."""
     from pipelines.cli.verbs.evaluation_tables import answers_table
     from retro.evaluation import question_answering as answering
+    from retro.evaluation.answer_journal import AnswerJournal
     from retro.evaluation.question_sets import read_questions
 
     path = Path(questions)
     shots, chosen = answering.select(read_questions(path), options, path)
     language = answering.language_for(chosen, options)
     model, retriever = answering.open_model(Path(checkpoint), options.passages or None, options, options.device)
-    passages = answering.found_passages(retriever, chosen, options, progress) if retriever else {}
-    modes = answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
-    rows = answering.measure_answers(model, modes, chosen, options, language, progress)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
+    asked = [asdict(question) for question in (*shots, *chosen)]
+    journal = AnswerJournal(_unfinished(options.output), {"fingerprints": prints, "settings": settings, "asked": asked})
+    found = answering.found_passages(retriever, chosen, options, progress) if retriever else None
+    modes = answering.all_modes(model, chosen, options, language=language, shots=shots, found=found)
+    rows = answering.measure_answers(model, modes, chosen, options, language, journal, progress)
     answers = answering.as_json(rows, chosen, options.seed)
     results: dict[str, Any] = {"fingerprints": prints, "settings": settings, **answers}
     options.deliver(results, answers_table(results["results"]).text)
+    journal.remove()
     return 0
+
+
+def _unfinished(output: str) -> Path | None:
+    """The file of the answers of a measurement that is not finished, next to that of its results."""
+    return Path(output).with_suffix(".unfinished.jsonl") if output else None
 
 
 @settings

@@ -220,16 +220,29 @@ def _advice(model: ModelSettings, documents: int) -> str:
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each mode, from rows of `Answered.as_json`."""
+    """A row for each mode, from rows of `Answered.as_json`. Columns without a value are left out."""
+    shares = {
+        "hit": "hit",
+        "answer in passages": "answer_in_passages",
+        "verbatim": "verbatim",
+        "refused": "refused",
+        "unanswerable: verbatim": "unanswerable_verbatim",
+        "unanswerable: refused": "unanswerable_refused",
+    }
+    shown = {title: key for title, key in shares.items() if any(row[key] is not None for row in rows)}
+    scores = ["exact_match", "f1", "f1_gain"] if rows[0]["questions"] else []
     cells = []
     for row in rows:
         figures = [
             f"{100 * row[name]:.2f} ({100 * row[f'{name}_low']:.2f} to {100 * row[f'{name}_high']:.2f})"
-            for name in ("exact_match", "f1")
+            for name in scores
         ]
-        held = row["answer_in_passages"]
-        cells.append([row["mode"], *figures, "–" if held is None else f"{100 * held:.1f}", f"{row['questions']:,}"])
-    return Table(["mode", "exact match", "F1", "answer in passages", "questions"], cells)
+        parts = ["–" if row[key] is None else f"{100 * row[key]:.1f}" for key in shown.values()]
+        counts = [f"{row[name]:,}" for name in ("questions", "unanswerable") if rows[0][name]]
+        cells.append([row["mode"], *figures, *parts, *counts])
+    titles = {"exact_match": "exact match", "f1": "F1", "f1_gain": "F1 against closed book"}
+    counted = [name for name in ("questions", "unanswerable") if rows[0][name]]
+    return Table(["mode", *map(titles.__getitem__, scores), *shown, *counted], cells)
 
 
 def retrieval_table(results: Sequence[RetrievalResult]) -> Table:

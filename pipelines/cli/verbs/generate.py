@@ -81,10 +81,10 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     traced = cache(partial(_traced, model))
     if options.format == "text":
         for index, answer in enumerate(answers):
-            _print_text("───\n" * bool(index) + answer.prompt + "\n" * options.chat, answer.read(tokens))
+            print_text("───\n" * bool(index) + answer.prompt + "\n" * options.chat, answer.read(tokens))
             _print_trust(answer)
             _print_sources(answer.sources())
-            _print_runs(answer.text, verbatim_runs(model, traced(), answer.tokens, answer.generated))
+            print_runs(answer.text, verbatim_runs(model, traced(), answer.tokens, answer.generated))
         return 0
     with progress("generate", total=len(answers) * options.max_tokens, unit="tokens") as advance:
         for answer in answers:
@@ -214,7 +214,7 @@ def verbatim_runs(
     return grouped_runs([run for token in generated for run in finder.add(token)])
 
 
-def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
+def print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
     """Print a prompt with the first piece of its continuation, then each piece as it comes; on a terminal, copied ones
     in blue."""
     colored = is_colored(sys.stdout)
@@ -244,7 +244,7 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
         echo(f"   {name}: {', '.join(map(quoted, source['runs']))}", sys.stderr)
 
 
-def _print_runs(text: str, runs: "Sequence[GeneratedRun]") -> None:
+def print_runs(text: str, runs: "Sequence[GeneratedRun]") -> None:
     """Print a line for each verbatim run on standard error: its documents, the run in quotation marks, its length, how
     often it occurs."""
     if named := [run for run in runs if is_named(run)]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from retro.inference.passage_prompts import PASSAGE_TOKENS, PASSAGES
+from retro.inference.quotes import Grounding
 from retro.inference.source_texts import Sources
 from retro.server.schemas import (
     COPY_STRENGTH,
@@ -202,6 +204,21 @@ class ChatMessage(LenientRequest):
     tool_calls: list[Any] | None = Field(None, description="Of an assistant's message in the history; not written.")
 
 
+class PassageRequest(LenientRequest):
+    """Passages of the datastore in the prompt, searched for the conversation: `hybrid`, or `sparse` without vectors."""
+
+    passages: Positive = Field(PASSAGES, description="Largest number of passages.")
+    tokens: Positive = Field(
+        PASSAGE_TOKENS,
+        description="Largest number of tokens of all passages. Fewer are taken where the context is smaller.",
+    )
+    copies: bool = Field(
+        True,
+        alias="copy",
+        description="Also copy from the passages and from the datastore, if the model does. False = passages in the prompt only.",
+    )
+
+
 class ChatRequest(SamplingRequest):
     """OpenAI's request and fields of vLLM. The model must have a chat template."""
 
@@ -224,6 +241,9 @@ class ChatRequest(SamplingRequest):
     functions: Unsupported = Field(None, description="Only null or [].")
     response_format: dict[str, Any] | None = Field(None, description='Only null or {"type": "text"}.')
     modalities: list[Literal["text"]] | None = None
+    retrieval: PassageRequest | None = Field(
+        None, description="Answer from passages. Null = no passages in the prompt."
+    )
 
 
 class TopLogprob(BaseModel):
@@ -261,6 +281,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"]
     sources: Sources | None = absent_if_none()
+    retrieval: Grounding | None = absent_if_none()
 
 
 class ChatResponse(_Response):
@@ -284,6 +305,7 @@ class ChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
     sources: Sources | None = absent_if_none()
+    retrieval: Grounding | None = absent_if_none()
 
 
 class ChatChunk(_Response):

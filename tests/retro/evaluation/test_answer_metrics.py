@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from indexing.store.errors import InputError
-from retro.evaluation.answer_metrics import exact_match, f1, mean_with_interval
+from retro.evaluation.answer_metrics import exact_match, f1, is_refusal, mean_with_interval
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,25 @@ def test_the_interval_contains_the_mean_and_narrows_with_more_questions() -> Non
 def test_a_string_is_one_right_answer() -> None:
     assert exact_match("Eiffel", "Eiffel", "en") == f1("Eiffel", "Eiffel", "en") == 1
     assert exact_match("i", "Eiffel", "en") == f1("i", "Eiffel", "en") == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ("I don't know.", True),
+        ("I don’t know.", True),
+        ("The passages do not mention who wrote it.", True),
+        ("The passage does not provide that.", True),
+        ("There is no information about it.", True),
+        ("I'm sorry, but I cannot answer it.", True),
+        ("文中未提及。", True),
+        ("我不知道", True),
+        (" ", True),
+        ("Guido van Rossum", False),
+        ("The United Nations", False),
+        ("It is not a chunk.", False),
+        ("1989年12月", False),
+    ],
+)
+def test_refusals_are_recognized_by_their_words(answer: str, refused: bool) -> None:
+    assert is_refusal(answer) == refused

@@ -1,6 +1,5 @@
-"""A model with a chat template is asked in its template: passages in the user's message, solved questions in the answer."""
+"""A model with a chat template is asked as the server asks it: solved questions as turns, passages in the last message."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,19 @@ import pytest
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
-from retro.evaluation.question_answering import ModePrompts, all_modes, answer, found_passages, open_model
+from retro.evaluation.question_answering import (
+    INSTRUCTIONS,
+    ModePrompts,
+    all_modes,
+    answer,
+    found_passages,
+    open_model,
+)
 from retro.evaluation.question_sets import Question
 from retro.evaluation.settings import QaSettings
-from retro.evaluation.text_prompts import CHAT_INSTRUCTIONS
+from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.language_model import LanguageModel
+from retro.inference.passage_prompts import write_prompt
 from retro.inference.settings import GenerationSettings
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -38,88 +45,89 @@ def model(tiny_run: Path, retriever: Retriever) -> LanguageModel:
 def modes_of(
     model: LanguageModel, retriever: Retriever, questions: list[Question], settings: QaSettings, **options: Any
 ) -> dict[str, ModePrompts]:
-    passages = found_passages(retriever, questions, settings)
-    modes = all_modes(model, questions, settings, language="en", shots=SHOTS, passages=passages, **options)
+    found = found_passages(retriever, questions, settings)
+    modes = all_modes(model, questions, settings, language="en", shots=SHOTS, found=found, **options)
     return {mode.mode.name: mode for mode in modes}
 
 
-def texts_of(model: LanguageModel, mode: ModePrompts) -> Iterator[str]:
-    """The prompts as text. Ends of turns are written as ¶."""
-    tokenizer = model.tokenizer
-    for prompt in mode.prompts:
-        assert prompt[0] == tokenizer.bos_id
-        assert prompt[1] != tokenizer.bos_id
-        pieces = np.split(prompt, np.flatnonzero(prompt == tokenizer.eos_id))
-        yield "¶".join(tokenizer.decode(piece[piece != tokenizer.eos_id]) for piece in pieces)
+def conversation(question: Question) -> list[Message]:
+    turns = [(shot.question, shot.answers[0]) for shot in SHOTS]
+    asked = [Message(*turn) for q, a in turns for turn in (("user", f"{q}\n{INSTRUCTIONS['en']}"), ("assistant", a))]
+    return [*asked, Message("user", f"{question.question}\n{INSTRUCTIONS['en']}")]
 
 
-def test_passages_are_in_the_users_message_and_solved_questions_begin_the_answer(
+def test_prompts_are_the_servers_with_solved_questions_as_turns(
     model: LanguageModel, retriever: Retriever, questions: list[Question]
 ) -> None:
-    modes = modes_of(model, retriever, questions, QaSettings(k=0, prompt_passages=2, gold=True))
+    model = replace(model, context=2048)
+    modes = modes_of(model, retriever, questions, QaSettings(k=0, prompt_passages=2, passage_tokens=300, gold=True))
     assert list(modes) == [
         "chat, closed book",
         "chat, passages in the prompt",
         "chat, passages in the prompt, gold first",
     ]
-    solved = "".join(f"Question: {shot.question}\nAnswer: {shot.answers[0]}\n" for shot in SHOTS)
-    for mode in modes.values():
-        read = mode.texts or [[]] * len(questions)
-        for text, question, passages in zip(texts_of(model, mode), questions, read, strict=True):
-            user = "".join(f"Passage: {' '.join(passage.split())}\n" for passage in passages)
-            begin = f"[user]\n{user}{CHAT_INSTRUCTIONS['en']}¶\n[assistant]"
-            assert text.split() == f"{begin} {solved}Question: {question.question}\nAnswer:".split()
-    gold = modes["chat, passages in the prompt, gold first"].texts
-    assert gold is not None
-    for question, (first, _) in zip(questions, gold, strict=True):
-        document = retriever.lookup.document(question.id, 0, 2)
-        assert first.split() == "".join(chunk.text for chunk in document.chunks).split()
+    template = ChatTemplate(model.tokenizer, TEMPLATE)
+    closed, read, gold = modes.values()
+    for row, question in enumerate(questions):
+        messages = conversation(question)
+        plain = template.prompt(messages)
+        assert closed.prompts[row].tolist() == plain.tolist()
+        passages = retriever.passages(question.question, 2, tokens=300)
+        served = write_prompt(template, messages, plain, passages, 2048 - 24)
+        assert read.prompts[row].tolist() == served.tokens.tolist()
+        assert read.texts is not None
+        assert read.inserted is not None
+        assert (read.texts[row], read.inserted[row]) == ([passage.text for passage in passages], served.inserted)
+        assert gold.documents is not None
+        assert gold.documents[row][0] == question.id
 
 
-def test_neighbors_are_measured_without_and_with_the_passages_in_the_prompt(
+def test_copying_reads_exactly_the_passages_of_the_prompt(
     model: LanguageModel, retriever: Retriever, questions: list[Question]
 ) -> None:
-    modes = modes_of(model, retriever, questions, QaSettings(k=1, prompt_passages=1, neighbor_passages=3, gold=True))
+    modes = modes_of(model, retriever, questions, QaSettings(k=1, prompt_passages=1, passage_tokens=64, gold=True))
     assert list(modes) == [
         "chat, closed book",
         "chat, ON k=1",
-        "chat, 3 passages as neighbors",
-        "chat, 3 passages as neighbors, gold first",
         "chat, passages in the prompt",
-        "chat, passages in the prompt, ON k=1",
-        "chat, passages in the prompt, 3 passages as neighbors",
+        "chat, passages in the prompt, copying",
         "chat, passages in the prompt, gold first",
-        "chat, passages in the prompt, ON k=1, gold first",
-        "chat, passages in the prompt, 3 passages as neighbors, gold first",
+        "chat, passages in the prompt, copying, gold first",
     ]
-    closed, alone = modes["chat, closed book"], modes["chat, 3 passages as neighbors"]
-    both = modes["chat, passages in the prompt, 3 passages as neighbors"]
-    for mode, others in ((alone, closed), (both, modes["chat, passages in the prompt"])):
-        assert all(np.array_equal(*pair) for pair in zip(mode.prompts, others.prompts, strict=True))
-        assert mode.given is not None
-        assert mode.texts is not None
-        assert others.given is None
-    assert [len(texts) for texts in alone.texts or ()] == [3, 3, 3]
-    assert [len(texts) for texts in both.texts or ()] == [4, 4, 4]
+    read, copying = modes["chat, passages in the prompt"], modes["chat, passages in the prompt, copying"]
+    assert all(np.array_equal(*pair) for pair in zip(read.prompts, copying.prompts, strict=True))
+    assert (read.given, read.k) == (None, 0)
+    assert copying.given is not None
+    assert copying.texts is not None
+    for (tokens, lengths, *_), texts in zip(copying.given, copying.texts, strict=True):
+        text = model.tokenizer.decode(
+            np.concatenate([row[:length] for row, length in zip(tokens, lengths, strict=True)])
+        )
+        assert "".join(text.split()) == "".join("".join(texts).split())
 
     def first_tokens(mode: ModePrompts) -> list[float]:
-        step = next(model.generate(mode.prompts, GenerationSettings(max_tokens=1, temperature=0), given=mode.given))
+        settings = GenerationSettings(max_tokens=1, temperature=0)
+        step = next(model.generate(mode.prompts, settings, given=mode.given, inserted=mode.inserted))
         return [token.log_probability for token in step]
 
-    assert first_tokens(alone) != first_tokens(closed)  # the model reads them
+    assert first_tokens(copying) != first_tokens(read)  # the model reads them
 
 
-@pytest.mark.parametrize("context", [176, 192, 208, 224])
-def test_long_passages_are_cut_and_the_words_of_the_template_are_kept(
-    model: LanguageModel, retriever: Retriever, questions: list[Question], context: int
+def test_conversations_that_are_too_long_lose_passages_then_solved_questions(
+    model: LanguageModel, retriever: Retriever, questions: list[Question]
 ) -> None:
-    small = replace(model, context=context)
-    modes = modes_of(small, retriever, questions, QaSettings(k=0, prompt_passages=9, max_tokens=8))
-    for text in texts_of(small, modes["chat, passages in the prompt"]):
-        assert text.startswith("[user]\nPassage: ")
-        assert f"\n{CHAT_INSTRUCTIONS['en']}¶" in text
-        assert text.count("[assistant]") == 1
-    assert all(context - 32 <= len(prompt) < context - 8 for prompt in modes["chat, passages in the prompt"].prompts)
+    settings = QaSettings(k=0, prompt_passages=4, max_tokens=8)
+    template = ChatTemplate(model.tokenizer, TEMPLATE)
+    lengths = [len(template.prompt(conversation(questions[0])[first:])) for first in (0, 2, 4)]
+    for length in lengths:
+        small = replace(model, context=length + 8)
+        closed, read = modes_of(small, retriever, questions[:1], settings).values()
+        assert len(closed.prompts[0]) == length
+        assert read.texts == [[]]
+    with pytest.raises(
+        InputError, match=rf"'{questions[0].id}' has {lengths[-1]} tokens; at most {lengths[-1] - 1} fit"
+    ):
+        modes_of(replace(model, context=lengths[-1] + 7), retriever, questions[:1], settings)
 
 
 def test_an_answer_ends_with_its_turn(
@@ -128,8 +136,10 @@ def test_an_answer_ends_with_its_turn(
     (mode,) = modes_of(model, retriever, questions, QaSettings(k=0, prompt_passages=0)).values()
     assert mode.ends == (model.tokenizer.eos_id,)
     used: list[GenerationSettings] = []
-    monkeypatch.setattr(LanguageModel, "generate", lambda _, prompts, settings, *others: used.append(settings) or [])
-    answer(model, mode.prompts, ends=(7,), max_tokens=4, batch_size=8)
+    monkeypatch.setattr(
+        LanguageModel, "generate", lambda _, prompts, settings, *others, **named: used.append(settings) or []
+    )
+    answer(model, mode.prompts, ends=(7,), max_tokens=4)
     assert [settings.stop_token_ids for settings in used] == [(7,)]
 
 

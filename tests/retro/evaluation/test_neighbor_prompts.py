@@ -6,7 +6,7 @@ import pytest
 from indexing.retrieval.retriever import Retriever
 from indexing.tokenization.language import Language
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
+from retro.evaluation.neighbor_prompts import NeighborPassage, QuestionFormat, find_neighbor_passages
 from retro.evaluation.question_sets import Question
 
 M = 16
@@ -37,12 +37,14 @@ def test_a_prompt_fills_whole_chunks_and_the_answer_follows_it(
 
 
 def test_passages_are_cut_to_two_chunks_and_missing_ones_are_empty(tokenizer: Tokenizer) -> None:
-    tokens, lengths = QuestionFormat(tokenizer, M).neighbors([Passage("A title", "word " * 50), Passage("", "短")], 3)
+    tokens, lengths = QuestionFormat(tokenizer, M).neighbors(
+        [NeighborPassage("A title", "word " * 50), NeighborPassage("", "短")], 3
+    )
     assert tokens.shape == (3, 2 * M)
     assert tokenizer.decode(tokens[0]).startswith("title: A title, source: word word")
     assert lengths.tolist() == [2 * M, len(tokenizer.encode("source: 短")), 0]
     assert (tokens[2] == tokenizer.pad_id).all()
-    chinese, (length,) = QuestionFormat(tokenizer, M, "zh").neighbors([Passage("书", "文")], 1)
+    chinese, (length,) = QuestionFormat(tokenizer, M, "zh").neighbors([NeighborPassage("书", "文")], 1)
     assert tokenizer.decode(chinese[0, :length]) == "标题：书，来源：文"
 
 
@@ -50,10 +52,10 @@ def test_passages_are_the_retrieved_chunks_with_whole_positive_documents_first(r
     split = retriever.retrieval.own
     (row,) = split.metadata([40])
     question = Question("q", "model layers and the training of an index", (), (row["id"],))
-    found = find_passages(retriever, [question], 4)[0]
+    found = find_neighbor_passages(retriever, [question], 4)[0]
     hits = retriever.search([question.question], 4).hits[0]
-    assert found == [Passage(hit.title, (hit.text + hit.continuation).strip("\ufffd \n")) for hit in hits]
-    given = find_passages(retriever, [question, question], 200, positives_first=True)
+    assert found == [NeighborPassage(hit.title, (hit.text + hit.continuation).strip("\ufffd \n")) for hit in hits]
+    given = find_neighbor_passages(retriever, [question, question], 200, positives_first=True)
     assert given[0] == given[1]
     first, stop = split.chunk_range(40)
     own = -(-(stop - first) // 2)

@@ -13,6 +13,7 @@ from retro.evaluation.question_sets import Question, read_questions
 ROWS = [
     {"id": "a", "question": "Who?", "answers": ["me", "I"], "positive_ids": ["p/1"], "title": "passed over"},
     {"question": "谁？", "answers": []},
+    {"question": "Why?", "unanswerable": True},
 ]
 
 
@@ -23,7 +24,11 @@ ROWS = [
 def test_lines_are_parsed_into_questions(tmp_path: Path, name: str, pack) -> None:
     path = tmp_path / name
     path.write_bytes(pack("\n\n".join(json.dumps(row) for row in ROWS).encode()))
-    assert read_questions(path) == [Question("a", "Who?", ("me", "I"), ("p/1",)), Question("3", "谁？", (), ())]
+    assert read_questions(path) == [
+        Question("a", "Who?", ("me", "I"), ("p/1",)),
+        Question("3", "谁？", (), ()),
+        Question("5", "Why?", (), unanswerable=True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,8 @@ def test_lines_are_parsed_into_questions(tmp_path: Path, name: str, pack) -> Non
         (b'{"question": " ", "answers": []}', r'q\.jsonl:1.*"question"'),
         (b"[1]", r'q\.jsonl:1.*"question"'),
         (b'{"question": "Who?", "answers": "me"}', r'q\.jsonl:1.*"answers"'),
+        (b'{"question": "Who?", "unanswerable": 1}', r'q\.jsonl:1: "unanswerable" must be true or false'),
+        (b'{"question": "Who?", "answers": ["I"], "unanswerable": true}', 'only without "answers"'),
         (b"\n", r"q\.jsonl"),
     ],
 )

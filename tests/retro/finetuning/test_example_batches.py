@@ -19,7 +19,7 @@ from retro.batch.loss import IGNORED_LABEL
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import choose_placement
-from retro.evaluation.neighbor_prompts import QuestionFormat, find_passages
+from retro.evaluation.neighbor_prompts import QuestionFormat, find_neighbor_passages
 from retro.evaluation.question_sets import Question
 from retro.finetuning import prepare as preparing
 from retro.finetuning.example_batches import ExampleData, Rows, arrange, pack
@@ -228,7 +228,7 @@ def test_chunks_of_a_question_read_its_passages_and_equal_questions_are_held_out
         assert (batch.labels[row, : len(prompt) - 1] == IGNORED_LABEL).all()
         answer = batch.labels[row, len(prompt) - 1 :]
         assert np.array_equal(answer[answer != IGNORED_LABEL], form.answer(f"number {4 + row}"))
-        tokens, lengths = form.neighbors(find_passages(retriever, [Question("", question, ())], 3)[0], 3)
+        tokens, lengths = form.neighbors(find_neighbor_passages(retriever, [Question("", question, ())], 3)[0], 3)
         for chunk in range(len(prompt) // M):
             assert batch.neighbor_lengths[row, chunk].tolist() == lengths.tolist()
             real = np.arange(2 * M) < lengths[:, None]

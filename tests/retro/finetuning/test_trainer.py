@@ -17,7 +17,7 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
-from retro.evaluation.neighbor_prompts import Passage, QuestionFormat
+from retro.evaluation.neighbor_prompts import NeighborPassage, QuestionFormat
 from retro.finetuning import prepare as preparing
 from retro.finetuning.settings import FinetuneSettings
 from retro.inference.chat_template import ChatTemplate, Message
@@ -173,8 +173,8 @@ def test_answers_found_only_in_passages_are_read_from_them(
 ) -> None:
     """All examples have the same question, so only the passage determines the answer."""
     words = ["model", "layer", "token", "index"]
-    passages = [[Passage("Answers", f"it is the {word}")] for word in words]
-    monkeypatch.setattr(preparing, "find_passages", lambda retriever, questions, k, **options: passages)
+    passages = [[NeighborPassage("Answers", f"it is the {word}")] for word in words]
+    monkeypatch.setattr(preparing, "find_neighbor_passages", lambda retriever, questions, k, **options: passages)
     path = write_lines(tmp_path / "q.jsonl", [{"question": "which?", "answers": [word]} for word in words])
     config = with_train(config, steps=60, lr=1e-2, warmup_steps=5, eval_every=0, batch_size=4, checkpoint_every=60)
     config = with_train(config, precision="float32")

@@ -297,11 +297,11 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(
     assert retriever is not None
     asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
     found = found_passages(retriever, asked, settings)
-    *_, closed, read = all_modes(model, asked, settings, language="en", passages=found)
+    *_, closed, read = all_modes(model, asked, settings, language="en", found=found)
     assert closed.given is None
     assert read.given is not None
     assert read.texts is not None
-    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found[False], strict=True):
+    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found.neighbors[False], strict=True):
         assert tokens.shape == (2, 2 * model.model.settings.chunk_length)
         assert (lengths > 0).all()
         for text, passage in zip(texts, passages, strict=True):
@@ -340,11 +340,15 @@ def test_a_baseline_or_k_0_answers_closed_book(
 
 
 def test_scores_are_means_over_questions_with_confidence_intervals() -> None:
-    row = Answered(
-        QuestionMode(k=2), ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0]), np.array([1.0, 0.5, 0, 0])
-    ).as_json(seed=0)
+    no = np.zeros(4, dtype=bool)
+    answers, right = ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0])
+    closed = Answered(QuestionMode(), answers, right, np.array([1.0, 0.25, 0, 0]), no, no)
+    row = Answered(QuestionMode(k=2), answers, right, np.array([1.0, 0.5, 0, 0]), no, no).as_json(0, closed)
     assert (row["mode"], row["exact_match"], row["f1"], row["questions"]) == ("ON k=2", 0.25, 0.375, 4)
     assert row["f1_low"] <= row["f1"] <= row["f1_high"]
+    # The gain is paired: three questions have the same score in both modes.
+    assert (row["f1_gain"], row["f1_gain_low"]) == (0.0625, 0)
+    assert row["f1_gain_high"] <= 0.25
     asked = [Question("a", "?", ("Paris", "the Seine")), Question("b", "?", ("42",))]
     assert answer_in_passages(asked, [["along THE SEINE"], ["41", "43"]]) == 0.5
 

@@ -94,8 +94,13 @@ def test_questions_are_asked_in_the_chat_template(folder: Path, capsys: pytest.C
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*command("eval qa"), "--shots", "1", "--max-tokens", "4"]) == 0
     shown = capsys.readouterr().out
-    for mode in ("closed book", "passages in the prompt", "passages in the prompt, 4 passages as neighbors"):
+    for mode in ("closed book", "passages in the prompt", "passages in the prompt, copying"):
         assert re.search(rf"^chat, {mode} +\d", shown, re.MULTILINE), mode
+
+
+def test_a_question_is_answered_from_passages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command("chat"), "--max-tokens", "4"]) == 0
+    assert "of the answer was copied. Trust in retrieval is" in capsys.readouterr().err
 
 
 def test_lm_eval_scores_a_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
