@@ -74,6 +74,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Estimate size, time and memory of a datastore",
             "verbs.datastore", "plan", "PlanOptions", ("[CONFIG]",),
         ),
+        "plan gain": Verb(
+            "Estimate what more text would bring to a model, from a sample of a corpus",
+            "planning.gain", "plan_gain", "PlanGainOptions", ("[CONFIG]",),
+        ),
         "index": Verb(
             "Build a datastore from a corpus, or update it",
             "verbs.datastore", "index", "IndexOptions", ("CONFIG|CORPUS",), resumes=True,

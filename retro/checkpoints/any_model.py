@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,9 +22,11 @@ from indexing.progress import during
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.remote import absolute
+from indexing.store.remote import absolute, local_folder
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL, MODEL
+from indexing.tokenization.settings import TokenizerSettings
 from retro.checkpoints.checkpoint import (
     TRANSFORMERS,
     Checkpoint,
@@ -122,6 +124,47 @@ def open_tokenizer(checkpoint: Checkpoint) -> Any:
         InputError: transformers is not installed, or cannot read it.
     """
     return _from_pretrained("AutoTokenizer", checkpoint.of_transformers["path"])
+
+
+def tokenizer_settings(checkpoint: Checkpoint) -> TokenizerSettings:
+    """The settings with which a datastore gets the tokenizer of a model.
+
+    Raises:
+        InputError: its files are not on this machine, or are not of a kind that datastores have.
+    """
+    folders = [
+        checkpoint.settings.get("imported", {}).get("folder", ""),
+        checkpoint.of_transformers.get("path", ""),
+        *(str(local_folder(datastore) / "tokenizer") for datastore in checkpoint.settings["data"]["datastores"]),
+    ]
+    for folder in filter(None, folders):
+        for kind, name in _TOKENIZERS.items():
+            if (file := Path(folder) / name).is_file():
+                return TokenizerSettings(kind=kind, path=str(file))
+    raise InputError(
+        f"{checkpoint.path}: its tokenizer ({' or '.join(_TOKENIZERS.values())}) is in none of: "
+        f"{', '.join(filter(None, folders)) or 'no folder is known'}. Set tokenizer.kind and tokenizer.path."
+    )
+
+
+_TOKENIZERS: dict[Literal["huggingface", "sentencepiece"], str] = {
+    "huggingface": HUGGINGFACE_MODEL,
+    "sentencepiece": MODEL,
+}
+"""Kinds of tokenizers that datastores copy, and their files."""
+
+
+def for_tokens_of(checkpoint: Checkpoint, datastore: Datastore) -> Checkpoint:
+    """A model for the tokens of a datastore, as `for_datastore`; its chunks may have another length.
+
+    Raises:
+        InputError: the datastore has another tokenizer than the model.
+    """
+    if checkpoint.of_transformers:
+        return for_datastore(checkpoint, datastore.folder)
+    sizes = {"vocab_size": datastore.manifest["vocab_size"], "chunk_length": checkpoint.model.chunk_length}
+    checkpoint.check_fits(sizes, datastore.folder, tokenizer=tokenizer_fingerprint(datastore.folder))
+    return checkpoint
 
 
 def write_fitted(

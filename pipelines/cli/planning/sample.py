@@ -116,7 +116,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
                 neighbors=replace(config.neighbors, search=search, extra_datastores=()),
             )
             view = StagesView(quiet=True)
-            sampled = _with_text(planned, drawn.valid, _shuffled(drawn, limit), work / "sample")
+            sampled = with_text(planned, drawn.valid, _shuffled(drawn, limit), work / "sample")
             datastore = build(sampled, LocalExecutor(config.executor), view=view)
             if datastore.has("neighbors"):
                 # Measured again, because the first search of a process loads libraries and may compile.
@@ -251,8 +251,8 @@ def _shuffled(drawn: CorpusSample, text_bytes: int) -> list[Document]:
 # --- the datastore ---------------------------------------------------------------------------------------------------
 
 
-def _with_text(config: Config, valid: Sequence[Document], documents: Sequence[Document], folder: Path) -> Config:
-    """Settings of a datastore of these documents in one shard, which are written to a file."""
+def with_text(config: Config, valid: Sequence[Document], documents: Sequence[Document], folder: Path) -> Config:
+    """Settings of a datastore of these documents in one shard, which are written to a file in a new folder."""
     folder.mkdir()
     keys = {key: key.replace(".", "_") for key in config.corpus.metadata_keys}
     with open(folder / "sample.jsonl", "w", encoding="utf-8") as file:
@@ -282,7 +282,7 @@ def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[Embedder
     lexical = replace(settings, kind="lexical", path="")
     if settings.kind != "transformer":
         return lexical, None
-    few = _with_text(config, [], _shuffled(drawn, _TRANSFORMER_BYTES), work / "transformer")
+    few = with_text(config, [], _shuffled(drawn, _TRANSFORMER_BYTES), work / "transformer")
     view = StagesView(quiet=True)
     for stage in ("chunk", "embed"):
         datastore = build(few, LocalExecutor(config.executor), only=stage, view=view)

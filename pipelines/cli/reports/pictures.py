@@ -75,22 +75,25 @@ class PlotLine(NamedTuple):
         xs, ys: its points.
         color: number of its color; None = the next one.
         dashed: whether the line is dashed.
+        intervals: the lower and the upper end at each point, which then are drawn without a line; None = a line.
     """
 
     xs: Numbers
     ys: Numbers
     color: int | None = None
     dashed: bool = False
+    intervals: tuple[Numbers, Numbers] | None = None
 
 
 class Plot(NamedTuple):
-    """A plot of lines by name."""
+    """A plot of lines by name. With `log_x`, x is in powers of `log_base`."""
 
     lines: Mapping[str, PlotLine]
     x_label: str
     y_label: str
     title: str
     log_x: bool = False
+    log_base: int = 2
 
 
 def line_plots(*plots: Plot) -> Picture:
@@ -100,11 +103,19 @@ def line_plots(*plots: Plot) -> Picture:
         for part, plot in zip(figure.subfigures(1, len(plots), squeeze=False)[0], plots, strict=True):
             axes = _axes(part, plot.x_label, plot.y_label, plot.title)
             for number, (name, line) in enumerate(plot.lines.items()):
-                style = {"linestyle": "--" if line.dashed else "-", "marker": "o" if len(line.xs) < 30 else ""}
+                style: dict[str, Any] = {
+                    "linestyle": "--" if line.dashed else "-",
+                    "marker": "o" if len(line.xs) < 30 else "",
+                }
                 color = f"C{number if line.color is None else line.color}"
-                axes.plot(line.xs, line.ys, label=name, color=color, linewidth=1.6, markersize=3.5, **style)
+                style |= {"label": name, "color": color, "linewidth": 1.6, "markersize": 3.5}
+                if line.intervals:
+                    ends = np.abs(np.asarray(line.intervals) - np.asarray(line.ys))
+                    axes.errorbar(line.xs, line.ys, yerr=ends, capsize=3, **style | {"linestyle": ""})
+                else:
+                    axes.plot(line.xs, line.ys, **style)
             if plot.log_x:
-                axes.set_xscale("log", base=2)
+                axes.set_xscale("log", base=plot.log_base)
             _finish(axes)
 
     return _picture(", ".join(plot.title for plot in plots), draw, (_SIZE[0] * len(plots), _SIZE[1]))

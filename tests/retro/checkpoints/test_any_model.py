@@ -16,7 +16,14 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.cli.main import main
 from retro.batch.inputs import Inputs
 from retro.checkpoints import any_model
-from retro.checkpoints.any_model import for_datastore, is_of_transformers, load_scorer, open_model
+from retro.checkpoints.any_model import (
+    for_datastore,
+    for_tokens_of,
+    is_of_transformers,
+    load_scorer,
+    open_model,
+    tokenizer_settings,
+)
 from retro.copying.head import open_networks
 from retro.copying.network_file import write_networks
 from retro.device import Placement
@@ -188,6 +195,28 @@ def test_what_names_a_model_of_transformers(folders: dict[str, Path], tmp_path: 
     (tmp_path / "file.gguf").touch()
     assert all(map(is_of_transformers, (folders["phi"], tmp_path / "file.gguf", Path("owner/name-1.5B"))))
     assert not any(map(is_of_transformers, (tiny_run, tmp_path, tmp_path / "nowhere.gguf", Path("nowhere"))))
+
+
+def test_a_datastore_gets_the_tokenizer_of_a_model(
+    folders: dict[str, Path], datastore: Datastore, tiny_datastore: Datastore, tiny_run: Path, tmp_path: Path
+) -> None:
+    decoder, trained = open_model(folders["phi"]), open_model(tiny_run)
+    found = tokenizer_settings(decoder)
+    assert (found.kind, Path(found.path)) == ("huggingface", folders["phi"] / "tokenizer.json")
+    found = tokenizer_settings(trained)
+    assert (found.kind, Path(found.path).parent) == ("sentencepiece", tiny_datastore.folder / "tokenizer")
+    assert for_tokens_of(decoder, datastore).model.vocab_size >= datastore.manifest["vocab_size"]
+    assert for_tokens_of(trained, tiny_datastore) is trained
+    for model, other in ((decoder, tiny_datastore), (trained, datastore)):
+        with pytest.raises(InputError, match="tokenizer"):
+            for_tokens_of(model, other)
+    gone = shutil.copytree(folders["phi"], tmp_path / "gone")
+    without = open_model(gone)
+    (gone / "tokenizer.json").unlink()
+    with pytest.raises(
+        InputError, match=r"its tokenizer \(tokenizer.json or sentencepiece.model\) is in none of: .*gone"
+    ):
+        tokenizer_settings(without)
 
 
 def test_what_does_not_fit_is_refused_in_a_line(

@@ -129,6 +129,17 @@ def test_log_axes_work_for_one_point_and_for_many() -> None:
         assert "<svg" in line_plots(Plot({"s": PlotLine(*points)}, "x", "y", "t", log_x=True)).light
 
 
+def test_points_with_intervals_are_drawn_without_a_line_over_powers_of_ten() -> None:
+    points = PlotLine([1e6, 1e7, 1e8], [1, 2, 3], intervals=([0.5, 1.5, 2.5], [2, 3, 4]))
+    drawn, joined = (
+        line_plots(Plot({"s": line}, "x", "y", "t", log_x=True, log_base=10)).light
+        for line in (points, points._replace(intervals=None))
+    )
+    assert "LineCollection" in drawn
+    assert "LineCollection" not in joined
+    assert all(f">{tick}<" in drawn for tick in ("1M", "10M", "100M"))
+
+
 def test_gains_are_blue_and_losses_orange_as_on_the_page_of_the_server(tmp_path) -> None:
     passage = ColoredPassage("t", "", [Piece("a", 3.0), Piece("b", -3.0)], [])
     write_report(tmp_path / "r.html", title="T", subtitle="", sections=[Section("A", passages=[passage])])
