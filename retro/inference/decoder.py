@@ -27,7 +27,8 @@ from retro.copying.step_votes import StepVotes
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.cached_layers import CachedLayers, Span
-from retro.inference.drafts import LONGEST_DRAFT, draft_costs
+from retro.inference.draft_costs import draft_costs
+from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
 from retro.model.retro import Retro
 
@@ -58,7 +59,7 @@ class Decoder:
 
     Attributes:
         rows: rows in the order in which they joined.
-        draft_costs: what drafts of 0 to 8 tokens cost; see `drafts.draft_costs`.
+        draft_costs: what drafts of 0 to 8 tokens cost; see `draft_costs.draft_costs`.
     """
 
     def __init__(

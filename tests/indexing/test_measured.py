@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from indexing import measured
 from indexing.machine import onednn_has_bfloat16
-from indexing.measured import QUESTIONS, best_of, cache_file, fastest_products, measure, this_processor
+from indexing.measured import PRODUCTS, Question, best_of, cache_file, fastest_products, measure, this_processor
 
 Table = dict[str, dict[str, dict[str, float]]]
 
@@ -39,10 +40,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     monkeypatch.setattr(measured, "onednn_has_bfloat16", lambda: True)
-    for question in QUESTIONS:
-        monkeypatch.setitem(
-            QUESTIONS, question, lambda: {"float32": way("float32", 0.001), "bfloat16": way("bfloat16", 0.02)}
-        )
+    ways = {"float32": way("float32", 0.001), "bfloat16": way("bfloat16", 0.02)}
+    for name in PRODUCTS:
+        monkeypatch.setitem(PRODUCTS, name, Question(name, tuple(ways), lambda: ways))
     return made
 
 
@@ -97,10 +97,11 @@ def test_gpu_that_emulates_bfloat16_does_not_count(monkeypatch: pytest.MonkeyPat
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("question", list(QUESTIONS))
-def test_every_way_runs_on_a_processor_that_has_it_and_leaves_random_states(question: measured.Question) -> None:
+@pytest.mark.parametrize("question", list(PRODUCTS.values()), ids=list(PRODUCTS))
+def test_every_way_runs_on_a_processor_that_has_it_and_leaves_random_states(question: Question) -> None:
     before = torch.get_rng_state()
-    for name, way in QUESTIONS[question]().items():
+    assert (*question.prepare(),) == question.ways
+    for name, way in question.prepare().items():
         if name == "float32" or onednn_has_bfloat16():
             way()
     assert torch.equal(torch.get_rng_state(), before)
@@ -134,6 +135,18 @@ def test_a_slow_way_ends_the_measurement() -> None:
     clock = clock_of(0.01, 2.0)
     measure({"float32": clock.move, "bfloat16": clock.move}, clock)
     assert clock() < 10
+
+
+def test_modes_of_the_thread_that_asks_do_not_reach_a_measurement() -> None:
+    modes = list[tuple[bool, bool]]()
+
+    def way() -> None:
+        modes.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), FakeTensorMode():
+        measured.times_of(Question("modes", ("way",), lambda: {"way": way}))
+        assert torch.get_num_threads() >= 1
+    assert {*modes} == {(False, False)}
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from retro.inference import decoder as decoding
 from retro.inference.decoder import DRAFTED_TOKENS, Decoder
 from retro.inference.drafts import (
     LONGEST_DRAFT,
-    PACKED_COSTS,
-    PLAIN_COSTS,
     Account,
     Match,
     draft,
@@ -83,7 +81,16 @@ def matches(length: int) -> Match:
     return Match(length, np.arange(LONGEST_DRAFT))
 
 
-PACKED, PLAIN = np.array(PACKED_COSTS), np.array(PLAIN_COSTS)
+PACKED = np.array([0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66])
+PLAIN = np.array([0.0, 0.58, 0.90, 0.37, 0.53, 0.54, 0.70, 0.58, 0.75])
+"""Costs of drafts that were once measured, with packed weights and with plain ones, whose products of two and of three
+rows are slower than those of four."""
+
+
+@pytest.fixture(autouse=True)
+def same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafts on every processor."""
+    monkeypatch.setattr(decoding, "draft_costs", lambda _: PLAIN)
 
 
 def test_drafts_of_a_text_grow_while_they_are_right_end_after_errors_and_begin_again_with_right_proposals() -> None:
