@@ -6,8 +6,8 @@
 A processor that lists an instruction need not be fast with it: some with AVX512-BF16 multiply float32 twice as fast as
 bfloat16. So instructions decide what can run, and a measurement decides what does. On a GPU nothing is measured.
 
-Questions are defined where their answers are used: the precision of products here, kernels of packed weights and costs
-of drafts in `retro/inference/packed_kernels.py`, attention in `retro/model/kernels.py`.
+Questions are defined where their answers are used: the precision of products here, kernels of packed weights in
+`retro/inference/packed_kernels.py`, costs of drafts in `draft_costs.py` there, attention in `retro/model/kernels.py`.
 
 One thread measures, so that processes with any number of threads choose the same: workers of a stage write one artifact.
 It is a new thread, since modes such as autocast and inference are those of a thread.
@@ -43,17 +43,24 @@ class Question(NamedTuple):
 
     Attributes:
         name: in the cache and in `retro doctor`.
-        ways: their names. The first one is preferred: another must save more than the noise.
+        ways: their names. The first one is preferred.
         prepare: creates the ways, with the weights that they multiply. Called if nothing is kept.
+        better: share of the first way's time that another must stay below, so that noise does not decide.
     """
 
     name: str
     ways: tuple[str, ...]
     prepare: Callable[[], Ways]
+    better: float = 0.97
+
+    def best_of(self, milliseconds: Mapping[str, float]) -> str:
+        """The way with the shortest time; the first one if others hardly save time."""
+        first = self.ways[0]
+        best = min(milliseconds, key=milliseconds.__getitem__)
+        return best if milliseconds[best] < self.better * milliseconds[first] else first
 
 
 _SECONDS, _ROUNDS, _MOST_SECONDS = 0.15, 3, 0.5
-_BETTER = 0.97  # of the first way's time: another must save more than the noise
 _BUSY = 1.5  # median to shortest time of a way
 ROWS, WIDTH, INNER = 256, 512, 1536
 """Rows, width and inner features of a feed-forward layer between the presets `tiny` and `small`."""
@@ -85,14 +92,7 @@ def fastest_products(question: Literal["training", "inference"], device: str) ->
 @functools.cache
 def fastest(question: Question) -> str:
     """The fastest way on this processor; see `times_of`. One answer for the life of the process."""
-    return best_of(times_of(question))
-
-
-def best_of(milliseconds: Mapping[str, float]) -> str:
-    """The way with the shortest time; the first one if others hardly save time."""
-    first, *_ = milliseconds
-    best = min(milliseconds, key=milliseconds.__getitem__)
-    return best if milliseconds[best] < _BETTER * milliseconds[first] else first
+    return question.best_of(times_of(question))
 
 
 def times_of(question: Question) -> dict[str, float]:
@@ -117,8 +117,10 @@ def _measured(question: Question) -> tuple[dict[str, float], bool]:
         return thread.submit(lambda: measure(question.prepare())).result()
 
 
-def measure(ways: Ways, clock: Callable[[], float] = time.perf_counter) -> tuple[dict[str, float], bool]:
+def measure(ways: Ways, clock: Callable[[], float] = time.thread_time) -> tuple[dict[str, float], bool]:
     """Time all ways in turn for about 0.15 seconds, or longer on a busy machine, but at most half a second.
+
+    Seconds of this thread, without those in which another program has its core.
 
     Returns:
         the shortest time of each way in milliseconds, and whether the times differ much.

@@ -9,7 +9,7 @@ A token and its draft are few rows. They need a kernel that gives a row the same
 texts with drafts equal those without. Results in bfloat16 are no choice there: many logits would be equal. Nor is int8,
 whose scale of the activations depends on all rows.
 
-`indexing/measured.py` measures products of few rows, of many, and what drafts cost, once on a processor.
+`indexing/measured.py` measures products of one row and of many, once on a processor.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from indexing.measured import INNER, ROWS, WIDTH, Question, Ways, fastest, layer_weights, random_numbers
+from indexing.measured import INNER, ROWS, WIDTH, Question, fastest, layer_weights, random_numbers
 from retro.inference.drafts import LONGEST_DRAFT
 
 FEW_ROWS = 1 + LONGEST_DRAFT
@@ -39,13 +39,12 @@ class Float16:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Kernel`: float32."""
-        product: Tensor
-        if not _IS_AVX2 or not (missing := _missing_rows(len(rows))):
-            product = torch.ops.quantized.linear_dynamic_fp16(rows.float(), self._packed)
-            return product
-        padded = F.pad(rows.float(), (0, 0, 0, missing))
-        product = torch.ops.quantized.linear_dynamic_fp16(padded, self._packed)
-        return product[: len(rows)]
+        count = len(rows)
+        padded, missing = rows.float(), _missing_rows(count) if _IS_AVX2 else 0
+        if missing:  # a single row is repeated, which is faster
+            padded = padded.expand(1 + missing, -1) if count == 1 else F.pad(padded, (0, 0, 0, missing))
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(padded, self._packed)
+        return product[:count] if missing else product
 
 
 def _missing_rows(count: int) -> int:
@@ -129,7 +128,7 @@ class PackedProduct:
 
 # --- what is measured ------------------------------------------------------------------------------------------------
 
-_LAYERS = 8  # weights of 38 MB in float16, as those of a pass are hardly in the caches
+_LAYERS = 8  # weights of 38 MB in float16: those of a pass are hardly in the caches
 
 
 @cache
@@ -141,21 +140,13 @@ def few_rows() -> Question:
 
 @cache
 def many_rows() -> Question:
-    """Which kernel multiplies prompts and texts to score, without bfloat16."""
+    """Which kernel multiplies prompts and texts to score, without bfloat16.
+
+    Next to float16 for few rows, weights in float32 take three times the memory, so they must save a quarter of the
+    time.
+    """
     names = ("float16", "float32")
-    return Question("prompts", names, lambda: {name: partial(_Layers(name, 1), ROWS) for name in names})
-
-
-@cache
-def drafts(kernel: str) -> Question:
-    """How long a token with a draft of 0 to 8 tokens takes, with a kernel; `unpacked`: with plain weights."""
-    lengths = range(1 + LONGEST_DRAFT)
-
-    def prepare() -> Ways:
-        layers = _Layers(kernel)
-        return {str(length): partial(layers, 1 + length) for length in lengths}
-
-    return Question(f"drafts, {kernel}", tuple(map(str, lengths)), prepare)
+    return Question("prompts", names, lambda: {name: partial(_Layers(name, 1), ROWS) for name in names}, better=0.75)
 
 
 def kernel_of(question: Question) -> str:
@@ -167,9 +158,10 @@ class _Layers:
     """Products of some rows with all weights of feed-forward layers."""
 
     def __init__(self, kernel: str, count: int = _LAYERS) -> None:
-        make = KERNELS.get(kernel, lambda weight, _: partial(F.linear, weight=weight))
         weights = layer_weights()
-        self._kernels = [(make(weight.clone(), None), weight.shape[1]) for _ in range(count) for weight in weights]
+        self._kernels = [
+            (KERNELS[kernel](weight.clone(), None), weight.shape[1]) for _ in range(count) for weight in weights
+        ]
 
     @torch.inference_mode()
     def __call__(self, num_rows: int) -> None:

@@ -4,6 +4,9 @@ A pass over few tokens takes as long as reading all weights. Plain weights are r
 bandwidth. Packed ones are in the layout of a kernel that reaches most of it, with two bytes a weight.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -43,18 +46,41 @@ def kernels_of(placement: Placement) -> tuple[str, str]:
     return kernel_of(few_rows()) if placement.is_measured else "float16", many
 
 
-@torch.no_grad()
+JOINED = {
+    "attention": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "feed_forward": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+"""By kind of block, the linear layer that replaces several with the same input: one product takes less time, and gives
+the same bits in float16."""
+
+
 def pack(model: Retro, placement: Placement) -> None:
-    """Pack the weights of blocks, and a copy of the output layer's, if the machine has such kernels.
+    """Pack a model's weights by the precision, if the machine has such kernels."""
+    if can_pack(placement):
+        pack_with(model, *kernels_of(placement))
+
+
+@torch.no_grad()
+def pack_with(model: Retro, few: str, many: str) -> None:
+    """Pack the weights of blocks, and a copy of the output layer's, for the kernels `few` and `many` of `PackedProduct`.
 
     The model can then only compute outputs: its blocks have no weights to train, save or copy to another device.
     """
-    if not can_pack(placement):
-        return
-    few, many = kernels_of(placement)
     model.packed_output = PackedProduct(model.output_weight.detach(), None, few, many)
     for name in ("attention", "feed_forward", "cross", "encoder"):
         for block in list(getattr(model, name, nn.Module()).modules()):
+            joined, parts = JOINED.get(name, ("", ()))
+            if joined and all(type(getattr(block, part, None)) is nn.Linear for part in parts):
+                setattr(block, joined, PackedLinear(*_joined(block, parts), few, many))
             for key, child in list(block.named_children()):
                 if type(child) is nn.Linear and key not in ("distance_proj", "router"):
                     setattr(block, key, PackedLinear(child.weight, child.bias, few, many))
+
+
+def _joined(block: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    """Remove linear layers from a block, and return weight and bias of one with the outputs of all."""
+    parts = [cast(nn.Linear, block.get_submodule(name)) for name in names]
+    for name in names:
+        delattr(block, name)
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    return torch.cat([part.weight for part in parts]), bias

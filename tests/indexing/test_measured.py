@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from indexing import measured
 from indexing.machine import onednn_has_bfloat16
-from indexing.measured import PRODUCTS, Question, best_of, cache_file, fastest_products, measure, this_processor
+from indexing.measured import PRODUCTS, Question, cache_file, fastest_products, measure, this_processor
 
 Table = dict[str, dict[str, dict[str, float]]]
 
@@ -35,7 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def way(name: str, seconds: float) -> Callable[[], None]:
         def run() -> None:
             made.append(name)
-            time.sleep(seconds)
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
 
         return run
 
@@ -72,7 +74,13 @@ def test_a_made_up_table_decides_and_a_small_difference_does_not(
 
 
 def test_the_first_way_wins_a_draw() -> None:
-    assert best_of({"float32": 1.0, "bfloat16": 1.0}) == "float32"
+    assert PRODUCTS["training"].best_of({"float32": 1.0, "bfloat16": 1.0}) == "float32"
+
+
+def test_a_way_that_costs_memory_must_save_more_time() -> None:
+    question = Question("prompts", ("small", "large"), dict, better=0.75)
+    assert question.best_of({"small": 10.0, "large": 8.0}) == "small"
+    assert question.best_of({"small": 10.0, "large": 7.0}) == "large"
 
 
 def test_a_processor_without_bfloat16_measures_nothing(

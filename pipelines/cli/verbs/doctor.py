@@ -210,9 +210,9 @@ def check_cpu() -> list[Finding]:
     import torch
 
     from indexing.machine import onednn_has_bfloat16
-    from indexing.measured import PRODUCTS, Question, best_of, cache_file, times_of
-    from retro.inference.draft_costs import costs_of
-    from retro.inference.packed_kernels import drafts, few_rows, has_fbgemm, kernel_of, many_rows
+    from indexing.measured import PRODUCTS, Question, cache_file, times_of
+    from retro.inference.draft_costs import costs_of, drafts
+    from retro.inference.packed_kernels import few_rows, has_fbgemm, kernel_of, many_rows
     from retro.model.kernels import BFLOAT16_ATTENTION
 
     chosen, kernels = list[Question](), ["unpacked"]
@@ -225,7 +225,7 @@ def check_cpu() -> list[Finding]:
     for question in chosen:
         times = times_of(question)
         shown = ", ".join(f"{way} {milliseconds:.2f} ms" for way, milliseconds in times.items())
-        findings.append(Finding("ok", question.name, f"{best_of(times)} is used ({shown})"))
+        findings.append(Finding("ok", question.name, f"{question.best_of(times)} is used ({shown})"))
     for kernel in kernels:
         costs = ", ".join(f"{cost:.2f}" for cost in costs_of(times_of(drafts(kernel))))
         findings.append(Finding("ok", drafts(kernel).name, f"0, 1, … tokens take {costs} passes more"))

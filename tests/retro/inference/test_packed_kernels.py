@@ -11,11 +11,10 @@ from indexing import measured
 from indexing.measured import Question, cache_file, measure, this_processor
 from retro.inference import draft_costs as costs_module
 from retro.inference import packed_kernels
-from retro.inference.draft_costs import GPU_COSTS, costs_of, draft_costs
+from retro.inference.draft_costs import GPU_COSTS, costs_of, draft_costs, drafts
 from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.packed_kernels import (
     KERNELS,
-    drafts,
     few_rows,
     has_equal_rows,
     has_fbgemm,

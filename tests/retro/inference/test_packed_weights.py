@@ -85,6 +85,15 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 
 
 @needs_fbgemm
+@pytest.mark.parametrize("num_rows", [1, 2, FEW_ROWS, 40])
+def test_joined_products_have_the_bits_of_single_ones(num_rows: int) -> None:
+    torch.manual_seed(0)
+    weights, x = [torch.randn(outputs, 100) for outputs in (72, 24, 24)], torch.randn(num_rows, 100)
+    single = [PackedLinear(weight, None, "float16", "float16")(x) for weight in weights]
+    assert torch.equal(PackedLinear(torch.cat(weights), None, "float16", "float16")(x), torch.cat(single, dim=1))
+
+
+@needs_fbgemm
 @pytest.mark.parametrize(
     ("precision", "few", "many"),
     [
