@@ -1,12 +1,16 @@
 """Which of several ways is fastest on this processor: measured once, and kept in the user's cache.
 
-    question, ways ─► kept for this processor and library? ─ yes ─► the fastest
+    question ─► kept for this processor and library? ─ yes ─► the fastest of its ways
                                  └ no ─► all ways in turn, on one thread, some rounds ─► kept
 
 A processor that lists an instruction need not be fast with it: some with AVX512-BF16 multiply float32 twice as fast as
 bfloat16. So instructions decide what can run, and a measurement decides what does. On a GPU nothing is measured.
 
+Questions are defined where their answers are used: the precision of products here, kernels of packed weights in
+`retro/inference/packed_kernels.py`, costs of drafts in `draft_costs.py` there, attention in `retro/model/kernels.py`.
+
 One thread measures, so that processes with any number of threads choose the same: workers of a stage write one artifact.
+It is a new thread, since modes such as autocast and inference are those of a thread.
 """
 
 import functools
@@ -16,8 +20,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -30,22 +35,44 @@ if TYPE_CHECKING:
 log = logging.getLogger("retro")
 
 Ways = Mapping[str, Callable[[], object]]
-Question = Literal["training", "inference"]
 Products = Literal["float32", "bfloat16"]
 
+
+class Question(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        name: in the cache and in `retro doctor`.
+        ways: their names. The first one is preferred.
+        prepare: creates the ways, with the weights that they multiply. Called if nothing is kept.
+        better: share of the first way's time that another must stay below, so that noise does not decide.
+    """
+
+    name: str
+    ways: tuple[str, ...]
+    prepare: Callable[[], Ways]
+    better: float = 0.97
+
+    def best_of(self, milliseconds: Mapping[str, float]) -> str:
+        """The way with the shortest time; the first one if others hardly save time."""
+        first = self.ways[0]
+        best = min(milliseconds, key=milliseconds.__getitem__)
+        return best if milliseconds[best] < self.better * milliseconds[first] else first
+
+
 _SECONDS, _ROUNDS, _MOST_SECONDS = 0.15, 3, 0.5
-_BETTER = 0.97  # of the first way's time: another must save more than the noise
 _BUSY = 1.5  # median to shortest time of a way
-_ROWS, _WIDTH, _INNER = 256, 512, 1536  # of a feed-forward layer between the presets `tiny` and `small`
+ROWS, WIDTH, INNER = 256, 512, 1536
+"""Rows, width and inner features of a feed-forward layer between the presets `tiny` and `small`."""
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS")
 
 
 _Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Table = dict[str, dict[str, dict[str, _Milliseconds]]]  # processor → question → way → its time
+_Table = dict[str, dict[str, dict[str, _Milliseconds]]]  # processor → name of a question → way → its time
 _TABLE = TypeAdapter(_Table)
 
 
-def fastest_products(question: Question, device: str) -> Products:
+def fastest_products(question: Literal["training", "inference"], device: str) -> Products:
     """The precision in which products of matrices are faster: bfloat16 or float32.
 
     Args:
@@ -59,40 +86,41 @@ def fastest_products(question: Question, device: str) -> Products:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if not onednn_has_bfloat16():
         return "float32"
-    return "bfloat16" if fastest(question) == "bfloat16" else "float32"
+    return "bfloat16" if fastest(PRODUCTS[question]) == "bfloat16" else "float32"
 
 
 @functools.cache
 def fastest(question: Question) -> str:
     """The fastest way on this processor; see `times_of`. One answer for the life of the process."""
-    return best_of(times_of(question))
-
-
-def best_of(milliseconds: Mapping[str, float]) -> str:
-    """The way with the shortest time; the first one if others hardly save time."""
-    first, *_ = milliseconds
-    best = min(milliseconds, key=milliseconds.__getitem__)
-    return best if milliseconds[best] < _BETTER * milliseconds[first] else first
+    return question.best_of(times_of(question))
 
 
 def times_of(question: Question) -> dict[str, float]:
     """Milliseconds of each way on this processor, from the user's cache or measured now. A measurement that other work
     disturbed is kept too, so that a command that is run again chooses the same."""
-    ways, file = QUESTIONS[question](), cache_file()
-    kept = _kept(file, question, ways)
+    file = cache_file()
+    kept = _kept(file, question)
     if kept is None:
-        with one_thread_each(1):
-            times, busy = measure(ways)
-        kept = _kept(file, question, ways) or times  # another process may have been faster
-        _keep(file, question, kept)
+        times, busy = _measured(question)
+        kept = _kept(file, question) or times  # another process may have been faster
+        _keep(file, question.name, kept)
         if busy:
             told = ", ".join(f"{way} {each:.1f} ms" for way, each in kept.items())
-            log.info("%s was measured on a busy machine: %s. Remove %s to measure it again.", question, told, file)
+            log.info("%s was measured on a busy machine: %s. Remove %s to measure it again.", question.name, told, file)
     return kept
 
 
-def measure(ways: Ways, clock: Callable[[], float] = time.perf_counter) -> tuple[dict[str, float], bool]:
+def _measured(question: Question) -> tuple[dict[str, float], bool]:
+    import torch
+
+    with one_thread_each(1), ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        return thread.submit(lambda: measure(question.prepare())).result()
+
+
+def measure(ways: Ways, clock: Callable[[], float] = time.thread_time) -> tuple[dict[str, float], bool]:
     """Time all ways in turn for about 0.15 seconds, or longer on a busy machine, but at most half a second.
+
+    Seconds of this thread, without those in which another program has its core.
 
     Returns:
         the shortest time of each way in milliseconds, and whether the times differ much.
@@ -132,10 +160,10 @@ def this_processor() -> str:
     return ", ".join([processor_name(), torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__}", *limits])
 
 
-def _kept(file: Path, question: Question, ways: Ways) -> dict[str, float] | None:
+def _kept(file: Path, question: Question) -> dict[str, float] | None:
     """What is kept for this processor, in the order of the ways; None if it is not about all of them."""
-    found = _read(file).get(this_processor(), {}).get(question, {})
-    return {way: found[way] for way in ways} if found.keys() == ways.keys() else None
+    found = _read(file).get(this_processor(), {}).get(question.name, {})
+    return {way: found[way] for way in question.ways} if found.keys() == {*question.ways} else None
 
 
 def _read(file: Path) -> _Table:
@@ -147,7 +175,7 @@ def _read(file: Path) -> _Table:
         return {}
 
 
-def _keep(file: Path, question: Question, milliseconds: dict[str, float]) -> None:
+def _keep(file: Path, question: str, milliseconds: dict[str, float]) -> None:
     """Add times to the file. A user without a writable cache measures in each process."""
     table = _read(file)
     table.setdefault(this_processor(), {})[question] = milliseconds
@@ -158,7 +186,7 @@ def _keep(file: Path, question: Question, milliseconds: dict[str, float]) -> Non
         log.debug("what was measured is not kept: %s", error)
 
 
-# --- the ways --------------------------------------------------------------------------------------------------------
+# --- precision of products -------------------------------------------------------------------------------------------
 
 
 def _training_ways() -> Ways:
@@ -166,7 +194,7 @@ def _training_ways() -> Ways:
     import torch
     from torch.nn.functional import linear, silu
 
-    x, (gate, up, down) = _numbers(_ROWS, _WIDTH), _weights()
+    x, (gate, up, down) = random_numbers(ROWS, WIDTH), layer_weights()
     weights = [each.requires_grad_() for each in (gate, up, down)]
 
     def step(precision: torch.dtype) -> object:
@@ -183,7 +211,10 @@ def _inference_ways() -> Ways:
     from torch.nn.functional import linear, silu
 
     def layer(precision: torch.dtype) -> Callable[[], object]:
-        x, (gate, up, down) = _numbers(_ROWS, _WIDTH).to(precision), (each.to(precision) for each in _weights())
+        x, (gate, up, down) = (
+            random_numbers(ROWS, WIDTH).to(precision),
+            (each.to(precision) for each in layer_weights()),
+        )
 
         def run() -> object:
             with torch.inference_mode():
@@ -194,15 +225,20 @@ def _inference_ways() -> Ways:
     return {"float32": layer(torch.float32), "bfloat16": layer(torch.bfloat16)}
 
 
-def _numbers(*shape: int) -> "Tensor":
+def random_numbers(*shape: int) -> "Tensor":
     """Random numbers of a generator of their own, so that those of a run stay the same."""
     import torch
 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) / shape[-1] ** 0.5
 
 
-def _weights() -> list["Tensor"]:
-    return [_numbers(_INNER, _WIDTH), _numbers(_INNER, _WIDTH), _numbers(_WIDTH, _INNER)]
+def layer_weights() -> list["Tensor"]:
+    """Weights of a gated feed-forward layer, `WIDTH` to `INNER` features twice and back, float32 [outputs, inputs]."""
+    return [random_numbers(INNER, WIDTH), random_numbers(INNER, WIDTH), random_numbers(WIDTH, INNER)]
 
 
-QUESTIONS: dict[Question, Callable[[], Ways]] = {"training": _training_ways, "inference": _inference_ways}
+PRODUCTS = {
+    "training": Question("training", ("float32", "bfloat16"), _training_ways),
+    "inference": Question("inference", ("float32", "bfloat16"), _inference_ways),
+}
+"""The questions of `fastest_products`."""

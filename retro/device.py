@@ -42,11 +42,13 @@ class Placement:
         device: of parameters and batches.
         dtype: of matrix products, float32, bfloat16 or float16. Parameters stay float32; autocast reduces the products.
         half_weights: True if inference may round the weights of products to float16 (`inference/packed_weights.py`).
+        is_measured: True if the precision is `auto`: inference takes the kernels that are the fastest on this CPU.
     """
 
     device: torch.device
     dtype: torch.dtype
     half_weights: bool = False
+    is_measured: bool = False
 
     @property
     def pins_memory(self) -> bool:
@@ -191,7 +193,9 @@ def choose_inference_placement(device: str, precision: Precision) -> Placement:
     if precision == "tf32" and not _has_tf32(resolve(device)):
         precision = "float32"
     placement = choose_placement(device, "float32" if on_cpu and precision == "float16" else precision)
-    return replace(placement, half_weights=on_cpu and precision != "float32")
+    return replace(
+        placement, half_weights=on_cpu and precision != "float32", is_measured=on_cpu and precision == "auto"
+    )
 
 
 def _has_tf32(device: str) -> bool:

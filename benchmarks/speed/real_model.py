@@ -8,7 +8,7 @@ Prompts are the beginnings of texts, continued greedily and at a temperature of 
 at 1.5, whose drafts are never right. Processor time per token after the first. Steps without and with drafts alternate,
 so that both meet the same other work; a ratio is the median of the rounds, with the least and the largest, between
 which the true median is with a probability of 94% after five rounds. The work is the ratio by counted passes and their
-costs in `drafts.py`, which no other work disturbs. `transformers` computes in bfloat16 where the processor has
+costs in `draft_costs.py`, which no other work disturbs. `transformers` computes in bfloat16 where the processor has
 instructions for it, else in float32. The limit is the time to read all weights once, in float16. The last line compares
 losses with those of float32 weights.
 """
@@ -28,7 +28,8 @@ from pipelines.cli.results import Table
 from retro.checkpoints.any_model import load_scorer
 from retro.device import choose_placement
 from retro.inference.decoder import Decoder
-from retro.inference.drafts import LONGEST_DRAFT, draft_costs
+from retro.inference.draft_costs import draft_costs
+from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import score_windows, to_score

@@ -313,7 +313,7 @@ def _replaced(run: Pass) -> Iterator[None]:
         replaced += [
             (loss, "block_rows", lambda _, vocab_size: rows("cuda", vocab_size)),
             (kernels, "_has_flash_for_bounds", lambda _: True),
-            (kernels, "_unfused", fused_attention),
+            (kernels, "block_of_queries", lambda _: 0),
             (torch.nn.functional, "scaled_dot_product_attention", fused_attention),
             (torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)),
         ]

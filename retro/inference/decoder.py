@@ -27,7 +27,7 @@ from retro.copying.step_votes import StepVotes
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.cached_layers import CachedLayers, Span
-from retro.inference.drafts import LONGEST_DRAFT, draft_costs
+from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
 from retro.model.retro import Retro
 
@@ -58,7 +58,6 @@ class Decoder:
 
     Attributes:
         rows: rows in the order in which they joined.
-        draft_costs: what drafts of 0 to 8 tokens cost; see `drafts.draft_costs`.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Decoder:
         self.output = model.packed_output or partial(F.linear, weight=model.output_weight.to(placement.dtype))
         self.layers = CachedLayers(model, placement, context, neighbor_cache or NeighborCache(model, 0))
         device = model.embedding.weight.device
-        self.draft_costs = draft_costs(model)
         self.votes = None if model.copy_head is None else StepVotes(model.copy_head, device, datastore)
         self.rows: list[Row] = []
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from retro.copying.rows import WholeDatastore
-from retro.model.retro import Retro
 
 LONGEST_DRAFT = 8
 """Largest number of tokens of a draft."""
@@ -72,21 +71,6 @@ def match_in_text(tokens: np.ndarray) -> Match:
     so."""
     match = match_in(tokens, tokens)
     return Match(match.length, np.resize(match.following, LONGEST_DRAFT)) if match.length else match
-
-
-PACKED_COSTS = (0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66)
-"""What a pass over one text with a draft of 0 to 8 tokens takes longer than without a draft, as a share of it: weights
-packed for a CPU. Used on GPUs too, where it was not measured. With sampling; `benchmarks/speed/real_model.py` measures
-the pass alone."""
-
-PLAIN_COSTS = (0.0, 0.58, 0.90, 0.37, 0.53, 0.54, 0.70, 0.58, 0.75)
-"""The same with plain weights on a CPU, whose products of two and of three rows are slower than those of four."""
-
-
-def draft_costs(model: Retro) -> np.ndarray:
-    """What drafts of 0 to 8 tokens cost a model, in passes, float64 [1 + LONGEST_DRAFT]."""
-    is_plain = model.packed_output is None and model.output_weight.device.type == "cpu"
-    return np.array(PLAIN_COSTS if is_plain else PACKED_COSTS)
 
 
 CREDIT, CREDIT_PER_TOKEN = 0.35, 0.01

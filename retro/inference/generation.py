@@ -14,6 +14,7 @@ generator. Several continuations of a prompt have consecutive seeds; their promp
 products of a batch may sum in another order than those of a single row.)
 """
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -26,6 +27,7 @@ import torch
 from retro.copying.provenance import ChunkWithNeighbors, CopiedFrom
 from retro.copying.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.decoder import Decoder
+from retro.inference.draft_costs import draft_costs
 from retro.inference.drafts import Account, Match, draft
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
@@ -144,7 +146,7 @@ class Continuation:
         """Return the draft of its row, of at most `room` tokens, `costs` of 0, 1 … tokens in passes; see
         `drafts.draft`."""
         room = min(room, self.settings.max_tokens - len(self.generated) - 1)
-        if room <= 0 or not self.settings.drafts:
+        if room <= 0:
             return row.tokens[:0]
         self._proposed = draft(row.tokens, row.neighbor_texts(), datastore if row.retrieve else None)
         num_drafted = self._drafts.worth_reading(self._proposed, costs[: 1 + room])
@@ -296,10 +298,15 @@ class Batch:
 
     def _propose(self, row: Row, room: int, num_rows: int) -> np.ndarray:
         texts = self._texts[row]
-        if len(texts) > 1:
+        if len(texts) > 1 or not texts[0].settings.drafts:
             return row.tokens[:0]
         # A draft makes the pass of all rows wider, and saves one of their tokens.
-        return texts[0].draft(row, room, self._decoder.draft_costs * num_rows, self._decoder.datastore)
+        return texts[0].draft(row, room, self._costs_of_drafts * num_rows, self._decoder.datastore)
+
+    @functools.cached_property
+    def _costs_of_drafts(self) -> np.ndarray:
+        """See `draft_costs`. Texts without drafts need no measurement."""
+        return draft_costs(self._decoder.model)
 
     def _add(
         self,

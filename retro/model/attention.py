@@ -73,7 +73,7 @@ class Prefix(nn.Module):
 class Attention(nn.Module):
     """Multi-head self- or cross-attention with relative positions (section 2.4), for decoder and encoder.
 
-    In the order of the data: `project_queries` and `project_keys_values`, preceding tokens mixed in (`weighted_sums`),
+    In the order of the data: `project`, preceding tokens mixed in (`weighted_sums`),
     positions, one softmax (`attend`), and the projection of the output.
 
     Attributes:
@@ -123,6 +123,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(key_width, num_kv_heads * head_dim, bias=bias != "none")
         self.v_proj = nn.Linear(key_width, num_kv_heads * head_dim, bias=bias != "none")
         self.o_proj = nn.Linear(width, query_width, bias=bias == "all")
+        # All three in one product with the same input, from `inference/packed_weights.py`, which then removes them.
+        self.qkv_proj: nn.Module | None = None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.key_taps = PerHead(num_kv_heads, smeared_tokens + 1) if smeared_tokens else None
@@ -141,7 +143,7 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, reads: Reads) -> tuple[Tensor, Tensor, Tensor]:
         """Smeared queries [N, Q, H, C], and finished keys and values [N, S, G, C], as `attend` reads them."""
-        q, (k, v) = self.project_queries(x), self.project_keys_values(x if reads.source is None else reads.source)
+        q, k, v = self.project(x, reads.source)
         if self.query_taps is not None and self.key_taps is not None:
             q_before, k_before = (None, None) if reads.cache is None else reads.cache.before(q, k)
             q = weighted_sums(q, self.query_taps().to(q.dtype), reads.starts, q_before)
@@ -152,16 +154,24 @@ class Attention(nn.Module):
             (q, k, v) if reads.cache is None else (q, *reads.cache.extend(k, v))
         )  # with a cache, S keys from the first token on
 
+    def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [N, Q, D] to queries [N, Q, H, C], and a source [N, S, E] to keys and values [N, S, G, C]; None =
+        x."""
+        if self.qkv_proj is None or source is not None:
+            return self.project_queries(x), *self.project_keys_values(x if source is None else source)
+        joined = self._split_heads(self.qkv_proj(x))
+        groups = (joined.shape[-2] - self.num_heads) // 2  # one process has all heads: inference
+        q, k, v = joined.split((self.num_heads, groups, groups), dim=-2)
+        return _normalized(q, self.q_norm), _normalized(k, self.k_norm), v
+
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [N, Q, D] to queries [N, Q, H, C], normalized with `qk_norm`."""
-        q = self._split_heads(self.q_proj(x))
-        # Norms in float32, as everywhere: a sum of squares in 16 bits is too coarse.
-        return q if self.q_norm is None else self.q_norm(q.float()).to(q.dtype)
+        return _normalized(self._split_heads(self.q_proj(x)), self.q_norm)
 
     def project_keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Project the source [N, S, E] to keys, normalized with `qk_norm`, and values: [N, S, G, C] each."""
         k, v = self._split_heads(self.k_proj(source)), self._split_heads(self.v_proj(source))
-        return k if self.k_norm is None else self.k_norm(k.float()).to(k.dtype), v
+        return _normalized(k, self.k_norm), v
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Reshape [..., H·C] to [..., H, C], for the heads of this process."""
@@ -220,6 +230,11 @@ class Attention(nn.Module):
             weight.copy_(tied * (weight.std() / tied.std()))
         self.key_taps.weight.copy_(initial_taps(*self.key_taps.weight.shape, of_queries=False))
         self.query_taps.weight.copy_(initial_taps(*self.query_taps.weight.shape, of_queries=True))
+
+
+def _normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
+    """Queries or keys with `qk_norm`. Norms in float32, as everywhere: a sum of squares in 16 bits is too coarse."""
+    return x if norm is None else norm(x.float()).to(x.dtype)
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,11 +44,15 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate_proj = matrix(width, inner_width)
         self.up_proj = matrix(width, inner_width)
+        # Both in one product, from `inference/packed_weights.py`, which then removes them.
+        self.gate_up_proj: nn.Module | None = None
         self.down_proj = matrix(inner_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        joined = self.gate_up_proj
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if joined is None else joined(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 FEED_FORWARD: dict[str, Callable[..., nn.Module]] = {

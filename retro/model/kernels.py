@@ -1,7 +1,7 @@
 """Products of attention, and the choice of their kernel by device, dtype and mask.
 
     mask                      GPU, 16 bits             GPU, 32 bits        CPU
-    none, or causal           flash                    memory-efficient    flash; own products in bfloat16
+    none, or causal           flash                    memory-efficient    flash; in bfloat16 by measurement
     documents, window         flash, by `Bounds`       memory-efficient    as above
     padding, score bias       memory-efficient         memory-efficient    as above
 
@@ -10,12 +10,15 @@ of the shape comments as in `attention.py`.
 """
 
 import math
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from indexing.machine import onednn_has_bfloat16
+from indexing.measured import Question, Ways, fastest, random_numbers
 from retro.batch.masks import document_mask, document_starts, visible
 from retro.model_settings import AttentionSettings
 
@@ -135,8 +138,8 @@ def dot_product_attention(
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
             return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:  # the fused kernel takes two to three times as long
-        return _unfused(q, k, v, bias, causal, scale)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (block := block_of_queries(q.requires_grad)):
+        return _unfused(q, k, v, bias, causal, scale, block)
     shares, causal = k.shape[1] < q.shape[1], causal and bias is None
     if bias is not None and _is_generation(q, k, bias):
         return _few_queries(q, k, v, bias, scale)
@@ -170,9 +173,9 @@ def dot_product_attention_with_lse(
         with torch.autocast(q.device.type, enabled=False):
             return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if q.device.type == "cpu" and not trains and q.dtype == torch.bfloat16:
+    if q.device.type == "cpu" and not trains and q.dtype == torch.bfloat16 and (block := block_of_queries(trains)):
         logs = list[Tensor]()
-        return _unfused(q, k, v, mask, causal, scale, logs), torch.cat(logs, dim=2)
+        return _unfused(q, k, v, mask, causal, scale, block, logs), torch.cat(logs, dim=2)
     if q.device.type == "cpu" and not trains:
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -249,9 +252,41 @@ def _heads_as_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scal
     return y.unflatten(2, (-1, num_queries)).flatten(1, 2)
 
 
-_BLOCK_QUERIES = 64
-"""Queries whose scores are in memory at a time: they stay in the CPU's cache. The backward pass is faster with larger
-blocks."""
+_BLOCKS = {"blocks of 64": 64, "blocks of 32": 32, "blocks of 128": 128, "blocks of 256": 256, "fused": 0}
+
+
+def block_of_queries(trains: bool) -> int:
+    """Queries whose scores are in memory at a time, in bfloat16 on a CPU; 0 = the fused kernel.
+
+    The scores of a block stay in the CPU's cache. Measured for inference, where the CPU has products in bfloat16: on
+    some, the fused kernel takes two to three times as long.
+    """
+    return 64 if trains else _measured_block()
+
+
+block_of_queries._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _measured_block() -> int:
+    return _BLOCKS[fastest(BFLOAT16_ATTENTION) if onednn_has_bfloat16() else BFLOAT16_ATTENTION.ways[0]]
+
+
+def _attention_ways() -> Ways:
+    """Attention of a sequence of the preset `small`, with heads that share keys."""
+    q, k, v = (random_numbers(1, heads, 512, 64).bfloat16() for heads in (8, 4, 4))
+
+    def way(block: int) -> Tensor:
+        with torch.inference_mode():
+            if block:
+                return _unfused(q, k, v, None, True, None, block)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return {name: partial(way, block) for name, block in _BLOCKS.items()}
+
+
+BFLOAT16_ATTENTION = Question("attention in bfloat16", tuple(_BLOCKS), _attention_ways)
+"""How a CPU computes attention in bfloat16."""
 
 
 def _unfused(
@@ -261,13 +296,15 @@ def _unfused(
     bias: Tensor | None,
     causal: bool,
     scale: float | None,
+    block: int,
     logs: list[Tensor] | None = None,
 ) -> Tensor:
     """Attention of one block of queries after another. With `causal`, the scores of keys after the block are skipped.
 
-    `logs` receives the log of the sum of exp(scores) of each block, float32 [N, H, block].
+    The backward pass is faster with larger blocks. `logs` receives the log of the sum of exp(scores) of each block,
+    float32 [N, H, block].
     """
-    num_queries, block = q.shape[2], _BLOCK_QUERIES
+    num_queries = q.shape[2]
     if q.requires_grad:
         block = max(block, -(-num_queries // 4) if causal else num_queries)
     later = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)

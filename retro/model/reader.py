@@ -120,8 +120,7 @@ class ReadingAttention(Attention):
             packed: the neighbors.
         """
         # One product for text and neighbors; then [B, T, H or G, C] of the text and [N, R, H or G, C] of the neighbors.
-        (k, near_k), (v, near_v) = map(packed.unpack, self.project_keys_values(x))
-        q, near_q = packed.unpack(self.project_queries(x))
+        (q, near_q), (k, near_k), (v, near_v) = map(packed.unpack, self.project(x))
         k, near_k = reads.positions.finish_keys(k), packed.positions.finish_keys(near_k)
         # Each neighbor is a row of its own, so that it reads no other neighbor.
         encoded_q, encoded_k, encoded_v = by_head(packed.positions.finish_queries(near_q), near_k, near_v)

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from indexing import measured
 from indexing.machine import onednn_has_bfloat16
-from indexing.measured import QUESTIONS, best_of, cache_file, fastest_products, measure, this_processor
+from indexing.measured import PRODUCTS, Question, cache_file, fastest_products, measure, this_processor
 
 Table = dict[str, dict[str, dict[str, float]]]
 
@@ -34,15 +35,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def way(name: str, seconds: float) -> Callable[[], None]:
         def run() -> None:
             made.append(name)
-            time.sleep(seconds)
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
 
         return run
 
     monkeypatch.setattr(measured, "onednn_has_bfloat16", lambda: True)
-    for question in QUESTIONS:
-        monkeypatch.setitem(
-            QUESTIONS, question, lambda: {"float32": way("float32", 0.001), "bfloat16": way("bfloat16", 0.02)}
-        )
+    ways = {"float32": way("float32", 0.001), "bfloat16": way("bfloat16", 0.02)}
+    for name in PRODUCTS:
+        monkeypatch.setitem(PRODUCTS, name, Question(name, tuple(ways), lambda: ways))
     return made
 
 
@@ -72,7 +74,13 @@ def test_a_made_up_table_decides_and_a_small_difference_does_not(
 
 
 def test_the_first_way_wins_a_draw() -> None:
-    assert best_of({"float32": 1.0, "bfloat16": 1.0}) == "float32"
+    assert PRODUCTS["training"].best_of({"float32": 1.0, "bfloat16": 1.0}) == "float32"
+
+
+def test_a_way_that_costs_memory_must_save_more_time() -> None:
+    question = Question("prompts", ("small", "large"), dict, better=0.75)
+    assert question.best_of({"small": 10.0, "large": 8.0}) == "small"
+    assert question.best_of({"small": 10.0, "large": 7.0}) == "large"
 
 
 def test_a_processor_without_bfloat16_measures_nothing(
@@ -97,10 +105,11 @@ def test_gpu_that_emulates_bfloat16_does_not_count(monkeypatch: pytest.MonkeyPat
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("question", list(QUESTIONS))
-def test_every_way_runs_on_a_processor_that_has_it_and_leaves_random_states(question: measured.Question) -> None:
+@pytest.mark.parametrize("question", list(PRODUCTS.values()), ids=list(PRODUCTS))
+def test_every_way_runs_on_a_processor_that_has_it_and_leaves_random_states(question: Question) -> None:
     before = torch.get_rng_state()
-    for name, way in QUESTIONS[question]().items():
+    assert (*question.prepare(),) == question.ways
+    for name, way in question.prepare().items():
         if name == "float32" or onednn_has_bfloat16():
             way()
     assert torch.equal(torch.get_rng_state(), before)
@@ -134,6 +143,18 @@ def test_a_slow_way_ends_the_measurement() -> None:
     clock = clock_of(0.01, 2.0)
     measure({"float32": clock.move, "bfloat16": clock.move}, clock)
     assert clock() < 10
+
+
+def test_modes_of_the_thread_that_asks_do_not_reach_a_measurement() -> None:
+    modes = list[tuple[bool, bool]]()
+
+    def way() -> None:
+        modes.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), FakeTensorMode():
+        measured.times_of(Question("modes", ("way",), lambda: {"way": way}))
+        assert torch.get_num_threads() >= 1
+    assert {*modes} == {(False, False)}
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------

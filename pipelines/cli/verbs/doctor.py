@@ -79,6 +79,8 @@ def examine() -> list[Finding]:
         findings += check_faiss(versions)
     if "torch" in usable:
         findings += check_devices()
+    if usable >= {*REQUIRED} - {"faiss-cpu"}:
+        findings += check_cpu()
     return [*findings, check_threads(usable), *check_machine()]
 
 
@@ -191,7 +193,7 @@ def faiss_conflicts(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]
 
 
 def check_devices() -> list[Finding]:
-    """CUDA devices, and the precisions that are faster on the CPU."""
+    """CUDA devices."""
     import torch
 
     findings = []
@@ -200,22 +202,34 @@ def check_devices() -> list[Finding]:
         findings.append(Finding("ok", f"cuda:{index}", f"{properties.name}, {human_bytes(properties.total_memory)}"))
     if not findings:
         findings.append(Finding("ok", "cuda", "no device: training and embedding run on the CPU"))
-    return [*findings, Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {_precisions()}")]
+    return findings
 
 
-def _precisions() -> str:
-    """What `auto` is on this CPU, with the times that decided."""
+def check_cpu() -> list[Finding]:
+    """The instructions of the CPU, and what was chosen for it, with the times that decide."""
+    import torch
+
     from indexing.machine import onednn_has_bfloat16
-    from indexing.measured import QUESTIONS, best_of, cache_file, times_of
+    from indexing.measured import PRODUCTS, Question, cache_file, times_of
+    from retro.inference.draft_costs import costs_of, drafts
+    from retro.inference.packed_kernels import few_rows, has_fbgemm, kernel_of, many_rows
+    from retro.model.kernels import BFLOAT16_ATTENTION
 
-    if not onednn_has_bfloat16():
-        return "no products in bfloat16: float32 is used"
-    found = []
-    for question in QUESTIONS:
+    chosen, kernels = list[Question](), ["unpacked"]
+    if onednn_has_bfloat16():
+        chosen += [*PRODUCTS.values(), BFLOAT16_ATTENTION]
+    if has_fbgemm():
+        chosen += [few_rows(), many_rows()]
+        kernels.insert(0, kernel_of(few_rows()))
+    findings = [Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, measured once: {cache_file()}")]
+    for question in chosen:
         times = times_of(question)
-        shown = ", ".join(f"{way} {milliseconds:.1f} ms" for way, milliseconds in times.items())
-        found.append(f"{best_of(times)} is used in {question} ({shown})")
-    return f"{'; '.join(found)}: measured once, kept in {cache_file()}"
+        shown = ", ".join(f"{way} {milliseconds:.2f} ms" for way, milliseconds in times.items())
+        findings.append(Finding("ok", question.name, f"{question.best_of(times)} is used ({shown})"))
+    for kernel in kernels:
+        costs = ", ".join(f"{cost:.2f}" for cost in costs_of(times_of(drafts(kernel))))
+        findings.append(Finding("ok", drafts(kernel).name, f"0, 1, … tokens take {costs} passes more"))
+    return findings
 
 
 def check_threads(usable: Collection[str]) -> Finding:

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from indexing.machine import onednn_has_bfloat16
+from indexing.machine import Precision, onednn_has_bfloat16
+from retro import device
 from retro.device import Placement, choose_inference_placement
+from retro.inference import packed_weights
 from retro.inference.decoder import Decoder
-from retro.inference.packed_weights import FEW_ROWS, PackedLinear, can_pack, pack
+from retro.inference.packed_kernels import FEW_ROWS
+from retro.inference.packed_weights import PackedLinear, can_pack, kernels_of, pack
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever
@@ -23,7 +26,7 @@ CPU = torch.device("cpu")
 FLOAT32, BFLOAT16 = (Placement(CPU, dtype, half_weights=True) for dtype in (torch.float32, torch.bfloat16))
 needs_fbgemm = pytest.mark.skipif(not can_pack(FLOAT32), reason="PyTorch has no FBGEMM on this machine")
 needs_bfloat16 = pytest.mark.skipif(not onednn_has_bfloat16(), reason="oneDNN packs no weights on this machine")
-WITH_BFLOAT16 = pytest.param(True, marks=needs_bfloat16)
+WITH_BFLOAT16 = pytest.param("bfloat16", marks=needs_bfloat16)
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # the libraries use no newer instructions
 GENERATE = """
 import torch
@@ -53,28 +56,58 @@ def packed(placement: Placement, scheme: str = "rope") -> Retro:
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("bfloat16", [False, WITH_BFLOAT16])
+@pytest.mark.parametrize("many", ["float16", "float32", WITH_BFLOAT16])
+@pytest.mark.parametrize("few", ["float16", "float32"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, FEW_ROWS), (2, 33)])
-def test_a_packed_product_equals_that_of_a_linear_layer(shape: tuple[int, int], bias: bool, bfloat16: bool) -> None:
+def test_a_packed_product_equals_that_of_a_linear_layer(
+    shape: tuple[int, int], bias: bool, few: str, many: str
+) -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(96, 80, bias=bias), torch.randn(*shape, 96)
     with torch.inference_mode():
-        product = PackedLinear(layer.weight, layer.bias, bfloat16)(x)
-        many = bfloat16 and shape[0] * shape[1] > FEW_ROWS
-        assert product.dtype == (torch.bfloat16 if many else torch.float32)
-        if many:
+        product = PackedLinear(layer.weight, layer.bias, few, many)(x)
+        kernel = many if shape[0] * shape[1] > FEW_ROWS else few
+        assert product.dtype == (torch.bfloat16 if kernel == "bfloat16" else torch.float32)
+        if kernel == "bfloat16":
             assert torch.equal(product, layer.bfloat16()(x.bfloat16()))
         else:
-            torch.testing.assert_close(product, F.linear(x, layer.weight.half().float(), layer.bias))
+            weight = layer.weight.half().float() if kernel == "float16" else layer.weight
+            torch.testing.assert_close(product, F.linear(x, weight, layer.bias))
 
 
 @needs_fbgemm
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     torch.manual_seed(0)
-    layer, x = PackedLinear(torch.randn(1000, 600), None, False), torch.randn(140, 600)
+    layer, x = PackedLinear(torch.randn(1000, 600), None, "float16", "float16"), torch.randn(140, 600)
     for rows in range(1, 140):
         assert torch.equal(layer(x[:rows]), layer(x)[:rows])
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("num_rows", [1, 2, FEW_ROWS, 40])
+def test_joined_products_have_the_bits_of_single_ones(num_rows: int) -> None:
+    torch.manual_seed(0)
+    weights, x = [torch.randn(outputs, 100) for outputs in (72, 24, 24)], torch.randn(num_rows, 100)
+    single = [PackedLinear(weight, None, "float16", "float16")(x) for weight in weights]
+    assert torch.equal(PackedLinear(torch.cat(weights), None, "float16", "float16")(x), torch.cat(single, dim=1))
+
+
+@needs_fbgemm
+@pytest.mark.parametrize(
+    ("precision", "few", "many"),
+    [
+        ("float16", "float16", "float16"),
+        ("auto", "float32", "float32"),
+        pytest.param("bfloat16", "float16", "bfloat16", marks=needs_bfloat16),
+    ],
+)
+def test_a_precision_names_its_kernels_and_auto_asks_the_table(
+    precision: Precision, few: str, many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "fastest_products", lambda *_: "float32")
+    monkeypatch.setattr(packed_weights, "kernel_of", lambda _: "float32")
+    assert kernels_of(choose_inference_placement("cpu", precision)) == (few, many)
 
 
 @needs_fbgemm

@@ -191,8 +191,15 @@ def test_on_a_gpu_keys_are_repeated_only_for_a_mask_of_each_query(
     assert [tuple(x.shape) for x in read[:2]] == [(3, num_groups, num_queries, 8), (3, num_groups, 5, 8)]
 
 
+blocks = pytest.mark.parametrize("block", [32, 64, 0])
+
+
+@blocks
 @pytest.mark.parametrize("name", biases())
-def test_attention_in_bfloat16_on_a_cpu_takes_every_bias(name: str) -> None:
+def test_attention_in_bfloat16_on_a_cpu_takes_every_bias(
+    name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "block_of_queries", lambda _: block)
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, heads, 5, 8).bfloat16() for heads in (6, 2, 2))
     bias = biases()[name]
@@ -205,10 +212,14 @@ def test_attention_in_bfloat16_on_a_cpu_takes_every_bias(name: str) -> None:
 # --- blocks of queries -----------------------------------------------------------------------------------------------
 
 
+@blocks
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
-def test_causal_attention_in_bfloat16_on_a_cpu_is_that_in_float32(num_tokens: int, masked: bool) -> None:
-    """Also with the log of the sum, whose attention has the same bits. A log may be off by a rounding of scores and weights."""
+def test_causal_attention_in_bfloat16_on_a_cpu_is_that_in_float32(
+    num_tokens: int, masked: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the log of the sum. A log may be off by a rounding of scores and weights."""
+    monkeypatch.setattr(kernels, "block_of_queries", lambda _: block)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, num_tokens, 8).bfloat16() for heads in (6, 2, 2))
     at = torch.arange(num_tokens)
@@ -218,5 +229,24 @@ def test_causal_attention_in_bfloat16_on_a_cpu_is_that_in_float32(num_tokens: in
     expected, log = kernels.dot_product_attention_with_lse(*whole, mask, True)
     torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
     same, narrow_log = kernels.dot_product_attention_with_lse(q, k, v, mask, True)
-    assert torch.equal(same, y)
+    torch.testing.assert_close(same, y, rtol=0.02, atol=0.02)
     torch.testing.assert_close(narrow_log, log, rtol=0.01, atol=0.02)
+
+
+@pytest.mark.parametrize(("fast", "expected"), [("blocks of 128", 128), ("fused", 0), ("blocks of 64", 64)])
+def test_the_block_of_queries_follows_the_table_where_bfloat16_is_multiplied(
+    fast: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "fastest", lambda question: fast)
+    for has_bfloat16, found in ((True, expected), (False, 64)):
+        monkeypatch.setattr(kernels, "onednn_has_bfloat16", lambda has=has_bfloat16: has)
+        kernels._measured_block.cache_clear()
+        assert kernels.block_of_queries(trains=False) == found
+        assert kernels.block_of_queries(trains=True) == 64
+    kernels._measured_block.cache_clear()
+
+
+def test_every_way_of_attention_in_bfloat16_is_the_same_attention() -> None:
+    expected, *others = (way() for way in kernels.BFLOAT16_ATTENTION.prepare().values())
+    for other in others:
+        torch.testing.assert_close(other, expected, rtol=0.02, atol=0.02)

@@ -104,11 +104,22 @@ def test_more_threads_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
     assert (finding.level, finding.action) == ("warning", "export OMP_NUM_THREADS=1")
 
 
-def test_a_cpu_with_bfloat16_shows_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_shows_what_was_chosen_and_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {
+        "training": {"float32": 20.0, "bfloat16": 33.5},
+        "inference": {"float32": 8.0, "bfloat16": 5.0},
+        "attention in bfloat16": {"blocks of 64": 2.0, "fused": 1.0},
+        "generation": {"float16": 1.0, "float32": 2.0},
+        "prompts": {"float16": 3.0, "float32": 1.5},
+    }
     monkeypatch.setattr("indexing.machine.onednn_has_bfloat16", lambda: True)
-    times = {"training": {"float32": 20.0, "bfloat16": 33.5}, "inference": {"float32": 8.0, "bfloat16": 5.0}}
-    monkeypatch.setattr("indexing.measured.times_of", times.__getitem__)
-    shown = doctor.check_devices()[-1].message
-    assert "float32 is used in training (float32 20.0 ms, bfloat16 33.5 ms)" in shown
-    assert "bfloat16 is used in inference" in shown
-    assert "measured.json" in shown
+    monkeypatch.setattr("retro.inference.packed_kernels.has_fbgemm", lambda: True)
+    monkeypatch.setattr("retro.inference.packed_kernels.kernel_of", lambda _: "float16")
+    monkeypatch.setattr("indexing.measured.times_of", lambda question: times.get(question.name, {"0": 2.0, "1": 2.5}))
+    first, *findings = doctor.check_cpu()
+    shown = {finding.topic: finding.message for finding in findings}
+    assert "measured.json" in first.message
+    assert shown["training"] == "float32 is used (float32 20.00 ms, bfloat16 33.50 ms)"
+    used = [shown[name].partition(" is used")[0] for name in times]
+    assert used == ["float32", "bfloat16", "fused", "float16", "float32"]
+    assert shown["drafts, float16"] == shown["drafts, unpacked"] == "0, 1, … tokens take 0.00, 0.25 passes more"
