@@ -135,7 +135,12 @@ def test_ray_job_submit_builds_the_same_datastore(cluster, folder: Path, built: 
     other = folder / "1b" / "on_ray"
     verb, *rest = arguments(command, folder)
     address = [f"http://{cluster.webui_url}" if word == "http://HEAD:8265" else word for word in command]
-    ray = [str(Path(sysconfig.get_path("scripts")) / "ray"), *address[1 : address.index("--") + 1], sys.executable, "-m"]
+    ray = [
+        str(Path(sysconfig.get_path("scripts")) / "ray"),
+        *address[1 : address.index("--") + 1],
+        sys.executable,
+        "-m",
+    ]
     no_memory = ["--datastore", str(other), "--executor.resources.neighbors.memory", ""]
 
     def submitted() -> subprocess.CompletedProcess[str] | None:
