@@ -6,7 +6,8 @@ of its likeliest token, and the counts of votes. All sources are fitted together
 
     a checkpoint + a datastore ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
 
-All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was.
+All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was. An added context is
+copied from with retrieval OFF too, but must earn trust there (`retro/copying/switch.py`).
 """
 
 import copy
@@ -83,7 +84,7 @@ def add_retrieval(
     reader: str = "",
     advance: Advance = lambda _: None,
 ) -> CopyFit:
-    """Write a model that copies from a datastore, and OFF equals the checkpoint, as one file.
+    """Write a model that copies from a datastore, and OFF equals the checkpoint unless `context` is added, as one file.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
