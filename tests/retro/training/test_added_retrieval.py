@@ -214,7 +214,8 @@ def test_an_added_context_must_earn_trust_and_a_trained_one_needs_none(
 def test_no_text_is_harmed_by_an_added_context_scored_or_generated_off(
     plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
 ) -> None:
-    found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors", names=["context"])
+    names = ["context", "neighbors"]
+    found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors", names=names)
     opened, alone = (LanguageModel.open(one.path, tiny_datastore.folder, device="cpu") for one in (found, plain))
     assert opened.model.copy_head is not None
     with torch.no_grad():  # as of a network that was fitted to other text
@@ -227,6 +228,10 @@ def test_no_text_is_harmed_by_an_added_context_scored_or_generated_off(
     ]
     assert changes[0] < -math.log(1 - PRIOR) - 60 * math.log(1 - ENTERS)
     assert changes[1] < -20
+    for off, whole in zip(
+        opened.score_off_and_on([drawn, repeated], 2)[0], opened.score([drawn, repeated]), strict=True
+    ):
+        np.testing.assert_allclose(off, whole, rtol=1e-5, atol=1e-5)
     settings = GenerationSettings(max_tokens=4, temperature=0, ignore_eos=True)
     generated = [token for step in opened.generate([repeated], settings) for token in step]
     assert [token.token for token in generated] == repeated[:4].tolist()
