@@ -79,8 +79,9 @@ def _switch(*copying: tuple[float, float]) -> Switch:
 
 RETRIEVAL = _switch((0.0, 0.0), (2.0, 0.0), (-2.0, 0.0))
 """The switch of models whose context, if they have one, was trained with them."""
-ALL_SOURCES = _switch((0.0, 0.0), (2.0, 0.0), (-2.0, 0.0), (REMOVED, 0.0))
-"""The switch of models to which a context was added: one more expert copies from it alone."""
+ALL_SOURCES = _switch((0.0, 0.0), (2.0, -2.0), (-2.0, -2.0), (REMOVED, 0.0))
+"""The switch of models to which a context was added. One more expert copies from it alone. Two copy less from it, with
+retrieval OFF too, since its network was fitted to text of smaller models, which need it more."""
 
 
 def trust_in_retrieval(trust: Sequence[float]) -> float:
