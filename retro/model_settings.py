@@ -214,6 +214,10 @@ class CopyHeadSettings(_Section):
     """Copy what followed the last tokens of the text in the whole datastore, searched at every token. Training needs
     the stage `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as
     `neighbors`; with the preset `base`, as in the checkpoint."""
+    context_added: bool = _setting(
+        False, changes_function=True, used=lambda model: bool(model.copy_head.context), is_key=False
+    )
+    """Whether the context was added to a trained model, and so must earn trust (`retro/copying/switch.py`)."""
 
     @property
     def names(self) -> tuple[SourceName, ...]:

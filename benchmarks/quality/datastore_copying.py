@@ -36,6 +36,7 @@ from retro.batch.loss import IGNORED_LABEL
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.copying.datastore import DatastoreVotes
 from retro.copying.head import CopyHead
+from retro.copying.sources import sources_of
 from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
@@ -124,9 +125,11 @@ def held_out_windows(
 
 def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
     """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the
-    initial ones."""
-    settings = updated(model.settings, {f"copy_head.{name}": name in names for name in ALL})
-    head = CopyHead(names, settings.chunk_length)
+    initial ones; a context that it has not is added to the model."""
+    sources = {f"copy_head.{name}": name in names for name in ALL}
+    added = {"copy_head.context_added": "context" in names and getattr(trained, "context", None) is None}
+    settings = updated(model.settings, sources | added)
+    head = CopyHead(names, settings.chunk_length, sources_of(settings.copy_head))
     head.initialize()
     for name in names:
         if (own := getattr(trained, name, None)) is not None:

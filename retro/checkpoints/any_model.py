@@ -38,7 +38,7 @@ from retro.checkpoints.checkpoint import (
 from retro.copying.head import CopyHead, open_networks
 from retro.copying.model import CopyingModel
 from retro.copying.network_file import ACCEPTED, has_networks, write_networks
-from retro.copying.sources import SOURCES
+from retro.copying.sources import SOURCES, sources_of
 from retro.copying.transformers_model import TransformersModel
 from retro.data.settings import DataSettings
 from retro.device import Placement
@@ -84,7 +84,8 @@ def load_scorer(checkpoint: Checkpoint, placement: Placement) -> CopyingModel:
         return load_model(checkpoint, placement.device)
     with during("loading the weights of %s", checkpoint.of_transformers["path"]):
         decoder = _load_decoder(checkpoint, placement)
-    head = CopyHead(checkpoint.model.copy_head.names, checkpoint.model.chunk_length)
+    copies = checkpoint.model.copy_head
+    head = CopyHead(copies.names, checkpoint.model.chunk_length, sources_of(copies))
     head.initialize()
     if checkpoint.weights:
         head.load_state_dict(open_networks(checkpoint.path).weights)
@@ -251,12 +252,14 @@ def _reference(path: Path) -> Checkpoint:
 
 
 def _settings(vocab_size: int, chunk_length: int, names: Collection[str]) -> ModelSettings:
-    """Settings of a decoder that only copies, from the sources with these names."""
+    """Settings of a decoder that only copies, from the sources with these names: all of them are added to it."""
     return ModelSettings(
         vocab_size=vocab_size,
         chunk_length=chunk_length,
         retrieval=RetrievalSettings(cca_layers=()),
-        copy_head=CopyHeadSettings(**{source.name: source.name in names for source in SOURCES}),
+        copy_head=CopyHeadSettings(
+            **{source.name: source.name in names for source in SOURCES}, context_added="context" in names
+        ),
     )
 
 

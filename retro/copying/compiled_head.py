@@ -19,7 +19,6 @@ from torch import Tensor
 from indexing.machine import compiled
 from retro.copying.head import ALL_AGREE, STEP, WIDTH, CopyHead, num_features
 from retro.copying.matches import MATCH_LENGTHS
-from retro.copying.switch import STRENGTHS
 
 
 class LastShares(NamedTuple):
@@ -48,7 +47,7 @@ class CompiledHead:
                 read = _array(network.inner).T  # the first features
                 inner[number, : len(read)], inner_bias[number] = read, _array(network.inner_bias)
                 outer[number], outer_bias[number] = STEP * _array(network.outer), STEP * _array(network.outer_bias)
-        self._networks, self._strengths = (inner, inner_bias, outer, outer_bias), np.array(STRENGTHS)
+        self._networks, self._moves = (inner, inner_bias, outer, outer_bias), np.array(head.moves)
         self._of_retrieval = np.array([source.of_retrieval for source in head.known])
         self._switched = np.array([source.switched for source in head.known])
         self._copied = np.zeros(0)  # of each token id; zeros between calls
@@ -61,12 +60,12 @@ class CompiledHead:
         Args:
             log_top: log-probability of the vocabulary's likeliest token, float32 [N].
             evidence: of the sources, float32 [N, C, L, 4].
-            trust: in each strength of copying, float32 [N, 4].
+            trust: in each expert, float32 [N, S].
             copy_strength: factor of the odds of sources that retrieval OFF removes, float32 [N].
         """
         odds, shares, log_kept = np.empty(evidence.shape[:3]), np.zeros(evidence.shape[:3]), np.empty(len(evidence))
         compiled(_find_odds)(*self._networks, ALL_AGREE, log_top, evidence, copy_strength, self._of_retrieval, odds)
-        compiled(_find_shares)(odds, self._strengths, self._switched, trust, evidence, shares, log_kept)
+        compiled(_find_shares)(odds, self._moves, self._switched, trust, evidence, shares, log_kept)
         return LastShares(log_kept.astype(np.float32), shares)
 
     def log_probabilities(
@@ -139,15 +138,14 @@ def _find_odds(
 
 def _find_shares(
     odds: np.ndarray,
-    strengths: np.ndarray,
+    moves: np.ndarray,
     switched: np.ndarray,
     trust: np.ndarray,
     evidence: np.ndarray,
     shares: np.ndarray,
     log_kept: np.ndarray,
 ) -> None:
-    """Add the shares with each strength of copying, and find what is left for the vocabulary, with votes for unknown
-    tokens."""
+    """Add the shares of each expert, and find what is left for the vocabulary, with votes for unknown tokens."""
     num_rows, num_sources, num_lengths = odds.shape
     moved = np.empty((num_sources, num_lengths))
     for row in range(num_rows):
@@ -155,14 +153,14 @@ def _find_shares(
         for source in range(num_sources):
             if switched[source] and odds[row, source].max() > -np.inf:
                 copies = True
-        for number in range(len(strengths) if copies else 1):
+        for number in range(moves.shape[1] if copies else 1):
             moved[:] = odds[row]
             for source in range(num_sources):
-                if copies and switched[source]:
-                    moved[source] += strengths[number]
+                if copies:
+                    moved[source] += moves[source, number]
             highest = max(moved.max(), 0.0)  # the vocabulary's log-odds are 0
             moved[:] = np.exp(moved - highest)
-            # A token that these sources have nothing for has the shares of OFF.
+            # A token that these sources have nothing for has the shares of the last expert.
             part = (trust[row, number] if copies else 1.0) / (math.exp(-highest) + moved.sum())
             kept += part * math.exp(-highest)
             shares[row] += part * moved

@@ -18,7 +18,8 @@ RETRO.
     logits ─ losses of the labels ────────────────────────────────────────────────┘
 
 Counts are exact and need no gradient. Retrieval OFF removes the terms of neighbors and datastore: the other shares stay
-in proportion. Outside of training, they are as large as they were right in the text so far (`switch.py`).
+in proportion. Outside of training, they are as large as they were right in the text so far (`switch.py`), and so is
+that of a context that was added to a trained model.
 
 Letters of the shape comments as in `retro.py`. In addition, C are the sources, L the match lengths, and N is a batch of
 texts with S positions each and Q queries.
@@ -41,7 +42,7 @@ from retro.copying.neighbors import NEIGHBORS
 from retro.copying.network_file import NetworkFile, read_networks
 from retro.copying.source import CopySource, Votes
 from retro.copying.sources import SOURCES
-from retro.copying.switch import STRENGTHS, trust_of
+from retro.copying.switch import ALL_SOURCES, REMOVED, RETRIEVAL, trust_of
 from retro.copying.votes import SourceMatches
 
 WIDTH = 16
@@ -124,6 +125,8 @@ class CopyHead(nn.Module):
     Attributes:
         known: all C sources, those without a network too, so evidence has the same shape for each model.
         chunk_length: m.
+        switch: its S experts.
+        moves: what each expert adds to the log-odds of each source, [C, S]: 0 for a source that needs no trust.
     """
 
     def __init__(self, names: Collection[str], chunk_length: int, known: tuple[CopySource, ...] = SOURCES) -> None:
@@ -133,6 +136,13 @@ class CopyHead(nn.Module):
         for source in known:
             network = SourceNetwork(num_features(source.reads)) if source.name in names else None
             setattr(self, source.name, network)
+        own = any(source.switched and not source.of_retrieval for source in known if source.name in names)
+        self.switch = ALL_SOURCES if own else RETRIEVAL
+        none = (0.0,) * len(self.switch.start)
+        self.moves = tuple(
+            none if not source.switched else self.switch.of_retrieval if source.of_retrieval else self.switch.of_context
+            for source in known
+        )
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -210,7 +220,7 @@ class CopyHead(nn.Module):
             return _mixed(vocabulary.nats, shares, evidence).masked_fill(labels == IGNORED_LABEL, 0.0)
 
     def trusted_losses(self, vocabulary: TokenLosses, evidence: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Losses with the trust that the text before each token earned, and this trust [B, T, 4] (`switch.py`).
+        """Losses with the trust that the text before each token earned, and this trust [B, T, S] (`switch.py`).
 
         Args:
             vocabulary: of all following tokens (`Inputs.following`).
@@ -222,11 +232,11 @@ class CopyHead(nn.Module):
             starts = document_starts(inputs.documents, self.chunk_length, inputs.tokens.shape[1])
         with torch.autocast(evidence.device.type, enabled=False):
             odds = self.log_odds(vocabulary.log_top, evidence)
-            trust = trust_of(self._log_p(odds, vocabulary, evidence), starts)
+            trust = trust_of(self._log_p(odds, vocabulary, evidence), self.switch, starts)
             return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence), trust
 
     def trust_after(self, vocabulary: TokenLosses, evidence: Tensor, earns: Tensor) -> Tensor:
-        """Trust [4] after one text, earned by some of its tokens.
+        """Trust [S] after one text, earned by some of its tokens.
 
         Args:
             vocabulary: [1, T], of all following tokens (`Inputs.following`).
@@ -236,18 +246,17 @@ class CopyHead(nn.Module):
         with torch.autocast(evidence.device.type, enabled=False):
             log_p = self._log_p(self.log_odds(vocabulary.log_top, evidence), vocabulary, evidence)
             # `trust_of` does not use the last row.
-            return trust_of(F.pad(log_p[:, earns], (0, 0, 0, 1)))[0, -1]
+            return trust_of(F.pad(log_p[:, earns], (0, 0, 0, 1)), self.switch)[0, -1]
 
     def _log_p(self, odds: Tensor, vocabulary: TokenLosses, evidence: Tensor) -> Tensor:
-        """Log-probabilities of the labels with each strength, [B, T, 4]: these decide how far it is trusted after
-        them."""
-        each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_strength(odds).unbind(-1)]
+        """Log-probabilities of the labels with each expert, [B, T, S]: these decide how far it is trusted after them."""
+        each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_expert(odds).unbind(-1)]
         return -torch.stack(each, -1)
 
     def losses_with(
         self, vocabulary: TokenLosses, evidence: Tensor, trust: Tensor, copy_strength: Tensor | None = None
     ) -> Tensor:
-        """Losses with a given trust [B, T, 4], see `trusted_losses` and `mix`."""
+        """Losses with a given trust [B, T, S], see `trusted_losses` and `mix`."""
         with torch.autocast(evidence.device.type, enabled=False):
             odds = self.log_odds(vocabulary.log_top, evidence)
             return _mixed(vocabulary.nats, self._trusted(odds, trust, copy_strength), evidence)
@@ -268,7 +277,7 @@ class CopyHead(nn.Module):
             sources: from `sources`, of all T tokens.
             evidence: from `evidence`, about any labels [B, T].
             tokens: T' of the T tokens.
-            trust: in each strength of copying, float32 [B, T, 4], see `trusted_losses`; None = the shares as they are.
+            trust: in each expert, float32 [B, T, S], see `trusted_losses`; None = the shares as they are.
             copy_strength: factor of the odds of sources of retrieval, float32 [B, T] or [B, 1]; None = 1. 0 is
                 retrieval OFF.
         """
@@ -288,27 +297,25 @@ class CopyHead(nn.Module):
                     found.append((candidates[0][:, tokens], candidates[1][:, tokens]))
             return _with_copied(mixed, *(torch.cat(parts, 2) for parts in zip(*found, strict=True))) if found else mixed
 
-    def _by_strength(self, odds: Tensor) -> Tensor:
-        """Logs of the shares with each strength of copying: [B, T, 1 + C L, 4]."""
-        moved = odds.clamp(min=STRENGTHS[-1])[..., None] + self._switched(odds.device)[:, None] * _strengths(
-            odds.device
-        )  # [B, T, C L, 4]
+    def _by_expert(self, odds: Tensor) -> Tensor:
+        """Logs of the shares of each expert: [B, T, 1 + C L, S]."""
+        moved = odds.clamp(min=REMOVED)[..., None] + _columns(self.moves, odds.device)  # [B, T, C L, S]
         return F.pad(moved, (0, 0, 1, 0)).log_softmax(-2)
 
     def _trusted(self, odds: Tensor, trust: Tensor | None, copy_strength: Tensor | None = None) -> Tensor:
-        """Logs of the shares of the vocabulary and all others, [B, T, 1 + C L], with trust [B, T, 4]."""
+        """Logs of the shares of the vocabulary and all others, [B, T, 1 + C L], with trust [B, T, S]."""
         if copy_strength is not None:
             odds = odds + copy_strength.log()[..., None].where(self._of_retrieval(odds.device), 0.0)
         shares = _shares(odds)
         if trust is None:
             return shares
-        mixed = self._by_strength(odds) + trust.log()[:, :, None]
-        # A token that these sources have nothing for has the shares of OFF, to the bit.
+        mixed = self._by_expert(odds) + trust.log()[:, :, None]
+        # A token that these sources have nothing for has the shares of the last expert, to the bit.
         switched = odds.masked_fill(~self._switched(odds.device), -torch.inf)
         return mixed.logsumexp(-1).where(switched.amax(-1, keepdim=True) > -torch.inf, shares)
 
     def _switched(self, device: torch.device) -> Tensor:
-        """Which columns of log-odds the switch moves: bool [C L]."""
+        """Which columns of log-odds must earn trust: bool [C L]."""
         return _columns(tuple(source.switched for source in self.known), device)
 
     def _of_retrieval(self, device: torch.device) -> Tensor:
@@ -360,17 +367,10 @@ class CopyHead(nn.Module):
 
 
 @cache
-def _columns(of_sources: tuple[bool, ...], device: torch.device) -> Tensor:
-    """A flag of each source for each of its columns of log-odds: bool [C L]."""
+def _columns(of_sources: tuple[bool | tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """The values of each source [C, ...] for each of its columns of log-odds, [C L, ...]."""
     with torch.inference_mode(False):  # kept for callers with gradients too
-        return torch.tensor(of_sources, device=device).repeat_interleave(len(MATCH_LENGTHS))
-
-
-@cache
-def _strengths(device: torch.device) -> Tensor:
-    """`STRENGTHS`, float32 [4]."""
-    with torch.inference_mode(False):
-        return torch.tensor(STRENGTHS, device=device)
+        return torch.tensor(of_sources, device=device).repeat_interleave(len(MATCH_LENGTHS), 0)
 
 
 def _shares(odds: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from retro.copying.provenance import ChunkWithNeighbors, Neighbors
-from retro.copying.switch import START
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
@@ -41,8 +40,8 @@ class Row:
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
-        trust: in each strength of copying, earned by the prompt (`switch.py`). Generated tokens earn none: what was
-            copied would be copied again.
+        trust: in each expert of the head's switch, earned by the prompt; None = as before the first token. Generated
+            tokens earn none: what was copied would be copied again.
         copy_strength: see `GenerationSettings`.
         inserted: [start, stop) of the prompt's tokens that are passages of the datastore. They earn no trust: they
             occur in it whatever the text is about.
@@ -56,7 +55,7 @@ class Row:
     dropped: int = 0
     num_read: int = 0
     draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    trust: tuple[float, ...] = START
+    trust: tuple[float, ...] | None = None
     copy_strength: float = 1.0
     inserted: tuple[int, int] = (0, 0)
     prompt: Tensor | None = field(default_factory=lambda: torch.empty(0))

@@ -89,7 +89,7 @@ class CopySource:
         reads: its network reads the features of the first `reads` sources in the list. A new source is the last one in
             the list, so earlier networks and their files stay as they are.
         of_retrieval: retrieval OFF removes it, and `copy_strength` scales its odds.
-        switched: a text must earn trust in it (`switch.py`).
+        switched: a text must earn trust in it (`switch.py`). That of the context depends on the model (`sources.py`).
         is_present: whether a batch has something to copy from.
         of_batch: its votes in a batch, for training and scoring. The second argument is the chunk length.
         of_step: its votes for the next tokens of texts, for generation; None = it has none for these texts.

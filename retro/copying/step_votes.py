@@ -18,8 +18,7 @@ from retro.copying.matches import MATCH_LENGTHS
 from retro.copying.neighbors import NEIGHBORS
 from retro.copying.provenance import CopiedFrom
 from retro.copying.rows import Row, WholeDatastore
-from retro.copying.source import StepTexts, VotesOfRows, put
-from retro.copying.switch import START
+from retro.copying.source import CopySource, StepTexts, VotesOfRows, put
 
 
 class _LastStep(NamedTuple):
@@ -27,7 +26,7 @@ class _LastStep(NamedTuple):
 
     log_top: Tensor  # [N]
     votes: dict[str, VotesOfRows]
-    trust: np.ndarray  # [N, 4]
+    trust: np.ndarray  # [N, S]
     copy_strength: np.ndarray  # [N]
 
 
@@ -55,7 +54,7 @@ class StepVotes:
         evidence = np.zeros((len(rows), len(self._head.known), len(MATCH_LENGTHS), 4), np.float32)
         for name, of_source in votes.items():
             evidence[:, self._head.index(name)] = of_source.evidence()
-        trust = np.array([row.trust for row in rows], np.float32)
+        trust = np.array([row.trust or self._head.switch.start for row in rows], np.float32)
         copy_strength = np.array([row.copy_strength for row in rows], np.float32)
         log_p = logits.float().log_softmax(-1)
         log_top = log_p.amax(-1)
@@ -80,18 +79,26 @@ class StepVotes:
         # All tokens get the vocabulary's share of their probability, and the few candidates what is copied in addition.
         return log_p.add_(log_kept).scatter_(1, tokens, put(values, self._device))
 
+    def retrieves(self, row: Row) -> bool:
+        """Whether a row copies from neighbors or datastore."""
+        return row.retrieve is not None and any(source.of_retrieval for source in self._switched)
+
+    def learns_trust(self, row: Row) -> bool:
+        """Whether a row copies from a source that must earn trust."""
+        return self.retrieves(row) or any(not source.of_retrieval for source in self._switched)
+
     @property
-    def retrieves(self) -> bool:
-        """Whether it copies from a source that the switch covers, and so learns trust."""
+    def _switched(self) -> list[CopySource]:
+        """The sources that must earn trust, as far as they can be searched."""
         sources = [source for source in self._head.known if source.switched and self._head.network(source) is not None]
-        return any(source.name != DATASTORE.name or self._datastore is not None for source in sources)
+        return [source for source in sources if source.name != DATASTORE.name or self._datastore is not None]
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
-        """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after
-        them. Inserted tokens earn none."""
+        """Trust in each expert after the tokens of a row, from the losses [1, t] of the tokens after them. Inserted
+        tokens earn none."""
         inputs = self._inputs_of(row)
         if not self._head.learns_trust(inputs):
-            return START
+            return self._head.switch.start
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
         earns = torch.ones(len(row.tokens), dtype=torch.bool)
         earns[-1] = False  # no token follows
@@ -108,7 +115,8 @@ class StepVotes:
         """
         inputs, head = self._inputs_of(row), self._head
         sources, following = head.sources(inputs), inputs.following()
-        trust = torch.tensor([row.trust], device=self._device).expand(len(row.tokens), -1)[None]  # [1, t, 4]
+        earned = torch.tensor([row.trust or head.switch.start], device=self._device)
+        trust = earned.expand(len(row.tokens), -1)[None]  # [1, t, S]
         strength = torch.full((1, 1), row.copy_strength, device=self._device)
         losses = head.losses_with(vocabulary, head.evidence(sources, following), trust, strength)
         length = 0 if inputs.neighbors is None else inputs.neighbors.shape[-1]
@@ -116,9 +124,9 @@ class StepVotes:
         return sum((origins.of(source) for source in head.known if source.of_retrieval), losses.new_zeros(()))[0]
 
     def _inputs_of(self, row: Row) -> Inputs:
-        """A text with its neighbors and votes, as a batch of one on the device."""
+        """A text with its neighbors and votes, as far as it has retrieval, as a batch of one on the device."""
         arrays = Inputs(row.tokens[None], **row.neighbor_inputs())
-        if self._head.datastore is not None and self._datastore is not None:
+        if self._head.datastore is not None and self._datastore is not None and row.retrieve is not None:
             arrays = arrays._replace(votes=self._datastore.votes(row.tokens)[None])
         return arrays.map(lambda array: put(array, self._device))
 

@@ -135,7 +135,7 @@ def sample_texts(
             if point < limit:
                 at = (0, 0) if settings.text_windows == "beginning" else (mix(point), mix(point + 1))
                 text = _window(document, file.path, model.tokenizer, window, *at)
-                if _num_bytes(text, model.tokenizer):
+                if num_bytes(text, model.tokenizer):
                     heapq.heappush(sample, (-point, number, text))
                     tokens += len(text.tokens) - 1
                 while tokens > most:
@@ -188,7 +188,7 @@ def _part(document: Document, byte: int) -> tuple[str, bool]:
     return text, False
 
 
-def _num_bytes(text: SampledText, tokenizer: Tokenizer) -> int:
+def num_bytes(text: SampledText, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the text of the scored tokens, all but the first, without those that the tokenizer adds."""
     added = tokenizer.meta.added_bytes if text.begins else 0
     return max(0, int(tokenizer.token_bytes[text.tokens[1:]].sum()) - added)
@@ -218,7 +218,7 @@ def score_texts(
             tokens=tokens,
             tokens_per_second=tokens / (time.perf_counter() - started),
             nats_by_document=np.array(of_way),
-            bytes_by_document=np.array([_num_bytes(text, model.tokenizer) for text in texts], dtype=np.float64),
+            bytes_by_document=np.array([num_bytes(text, model.tokenizer) for text in texts], dtype=np.float64),
             votes=votes,
         )
         for (k_read, votes), of_way in zip(ways, nats, strict=True)

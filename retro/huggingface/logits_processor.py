@@ -36,7 +36,7 @@ from retro.copying.head import CopyHead, open_networks
 from retro.copying.model import mixed
 from retro.copying.rows import Row, find_neighbors
 from retro.copying.step_votes import StepVotes
-from retro.copying.switch import START, is_fraction
+from retro.copying.switch import is_fraction
 from retro.copying.transformers_model import losses_of_logits
 from retro.huggingface.prompt_starts import announce_prompts
 from retro.inference.trust import Trust
@@ -208,7 +208,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
         Without the argument `model` of `open` it is low in every text.
         """
-        return [Trust.of(text.row.trust, text.prompt) for text in self._texts]
+        return [Trust.of(text.row.trust or self._head.switch.start, text.prompt) for text in self._texts]
 
     def sources(self, sequences: Tensor | None = None, least: int = SHORTEST_RUN) -> list[list[CopiedRun]]:
         """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word
@@ -347,8 +347,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         padding = int(self._padding_of(sequence[None])[0])
         return _Read(self.row(sequence[padding:]), 0, padding)
 
-    def row(self, tokens: np.ndarray, trust: tuple[float, ...] = START, copy_strength: float = 1.0) -> Row:
-        """A text int64 [t] for `mix_rows`."""
+    def row(self, tokens: np.ndarray, trust: tuple[float, ...] | None = None, copy_strength: float = 1.0) -> Row:
+        """A text int64 [t] for `mix_rows`, with the trust that it earned."""
         return Row(tokens, self._search, slot=0, trust=trust, copy_strength=copy_strength, prompt=None)
 
     def _search(self, chunks: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -360,7 +360,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         """Trust in copying after a prompt: what the model would have gained from it in the prompt. Without tokens, that
         of any text."""
         if self._model is None or not len(row.tokens):
-            return row.trust
+            return self._head.switch.start
         end, m = row.copy(slot=0), self._head.chunk_length
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
         vocabulary = self._vocabulary(end)

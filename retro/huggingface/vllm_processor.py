@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Versio
 from indexing.store.errors import InputError
 from indexing.suffixes.order import LONGEST
 from retro.batch.loss import TokenLosses
-from retro.copying.switch import START, checked_trust, is_fraction
+from retro.copying.switch import RETRIEVAL, checked_trust, is_fraction
 
 if TYPE_CHECKING:  # it imports transformers, for which engines without a datastore would wait
     from retro.huggingface.logits_processor import DatastoreLogitsProcessor
@@ -159,7 +159,7 @@ def _new_request(params: Any, prompt: Sequence[int] | None = None, output: Seque
     _refuse_others("extra_args", given, (TRUST,))
     if not is_fraction(strength := given.get(STRENGTH, 1.0)):
         raise InputError(f"{STRENGTH} = {strength!r:.200}: accepted are numbers from 0 to 1.")
-    return _Request(checked_trust(TRUST, given.get(TRUST, START)), float(strength), prompt or (), output)
+    return _Request(checked_trust(TRUST, given.get(TRUST, RETRIEVAL.start)), float(strength), prompt or (), output)
 
 
 def _refuse_others(where: str, given: Any, known: Sequence[str]) -> None:

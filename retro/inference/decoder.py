@@ -212,9 +212,9 @@ class Decoder:
             return rows, logits if self.votes is None else self.votes.mixed(rows, logits)
 
     def _learn_trust(self, row: Row, read: Tensor) -> None:
-        """Keep the activations [n, D] of the next part of a prompt; after the last one, learn the trust in retrieval
+        """Keep the activations [n, D] of the next part of a prompt; after the last one, learn the trust in copying
         from all."""
-        if row.prompt is None or self.votes is None or row.retrieve is None:
+        if row.prompt is None or self.votes is None or not self.votes.learns_trust(row):
             return
         row.prompt = torch.cat((row.prompt, read)) if len(row.prompt) else read
         if not row.num_unread:
@@ -265,9 +265,8 @@ class Decoder:
         return self.votes.copied_shares(indices, tokens, log_probabilities)
 
     def trust(self, row: Row) -> tuple[float, ...] | None:
-        """Trust in each strength of copying of a row that was read; None if it copies nothing from neighbors or
-        datastore."""
-        return row.trust if self.votes is not None and self.votes.retrieves and row.retrieve is not None else None
+        """Trust in each expert of a row that was read; None if it copies nothing from neighbors or datastore."""
+        return row.trust if self.votes is not None and self.votes.retrieves(row) else None
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """How far a text trusts retrieval, and why it does so little, in words: for answers of the server, the command line and
 the page.
 
-`copy_switch.py` computes the trust. Here it is summed up for a reader.
+`retro/copying/switch.py` computes the trust. Here it is summed up for a reader.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from retro.copying.switch import PRIOR
+from retro.copying.switch import PRIOR, trust_in_retrieval
 
 Reason = Literal["short prompt", "other text"]
 """Why a trust is low."""
@@ -39,8 +39,8 @@ class Trust:
 
     @classmethod
     def of(cls, trust: Sequence[float], prompt_tokens: int) -> "Trust":
-        """Sum up the trust [4] after a prompt."""
-        share = sum(trust[:-1])
+        """Sum up the trust in each expert after a prompt."""
+        share = trust_in_retrieval(trust)
         reason: Reason = "short prompt" if prompt_tokens < SHORT else "other text"
         return cls(share, prompt_tokens, reason if share < LOW else None)
 

@@ -36,6 +36,7 @@ from retro.batch.loss import TokenLosses, token_losses
 from retro.batch.masks import document_positions, some_key
 from retro.copying.head import CopyHead
 from retro.copying.model import CopyingModel
+from retro.copying.sources import sources_of
 from retro.model.attention import Attention, PerHead
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
@@ -202,8 +203,8 @@ class Retro(CopyingModel):
             self.encoder = Encoder(settings)
         self.norm = _norm(settings)
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
-        names = settings.copy_head.names
-        self.copy_head = CopyHead(names, settings.chunk_length) if names else None
+        copies = settings.copy_head
+        self.copy_head = CopyHead(copies.names, settings.chunk_length, sources_of(copies)) if copies.names else None
         # A faster product with `output_weight`, from `inference/packed_weights.py`.
         self.packed_output: Callable[[Tensor], Tensor] | None = None
         self.initialize()

@@ -6,7 +6,8 @@ of its likeliest token, and the counts of votes. All sources are fitted together
 
     a checkpoint + a datastore ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
 
-All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was.
+All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was. An added context is
+copied from with retrieval OFF too, but must earn trust there (`retro/copying/switch.py`).
 """
 
 import copy
@@ -34,6 +35,7 @@ from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.copying.head import STEP, CopyHead
 from retro.copying.model import CopyingModel
+from retro.copying.sources import sources_of
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource, as_tensors
 from retro.data.settings import DataSettings
@@ -82,7 +84,7 @@ def add_retrieval(
     reader: str = "",
     advance: Advance = lambda _: None,
 ) -> CopyFit:
-    """Write a model that copies from a datastore, and OFF equals the checkpoint, as one file.
+    """Write a model that copies from a datastore, and OFF equals the checkpoint unless `context` is added, as one file.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
@@ -179,12 +181,13 @@ def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName
     """Settings with copying, and the datastore's chunk length if no weight of the base depends on it."""
     free = not base.retrieves and base.retrieval_positions != "learned"
     added: dict[str, Any] = {f"copy_head.{name}": True for name in names}
+    added |= {"copy_head.context_added": True} if "context" in names else {}
     return updated(base, added | ({"chunk_length": chunk_length} if free else {}))
 
 
 def _with_copy_head(model: CopyingModel, settings: ModelSettings, device: torch.device) -> CopyingModel:
     """The model with a copy head of these settings. Sources that it has keep their weights."""
-    head = CopyHead(settings.copy_head.names, settings.chunk_length)
+    head = CopyHead(settings.copy_head.names, settings.chunk_length, sources_of(settings.copy_head))
     head.initialize()
     if model.copy_head is not None:
         head.load_state_dict(model.copy_head.state_dict(), strict=False)
@@ -303,7 +306,7 @@ def tokens_to_fit(
     with placement.autocast():
         if hidden is None:
             hidden, _ = model.hidden(batch)
-        vocabulary = model.vocabulary_losses(hidden, batch.labels)
+        vocabulary = model.vocabulary_losses(hidden, model.scored_tokens(batch.off()))
         off = model.token_losses(batch.off()) if model.settings.activations_read else None
         if off is None:  # the same activations
             off, _ = model.with_copying(vocabulary, batch.off())

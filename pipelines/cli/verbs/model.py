@@ -90,8 +90,9 @@ class AddRetrievalOptions:
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
     sources: tuple[SourceName, ...] = ()
-    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty:
-    neighbors and the whole datastore, of both those whose stage is finished."""
+    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`, which is
+    copied from with retrieval OFF too, as far as a text earns trust in it. Empty: neighbors and the whole datastore, of
+    both those whose stage is finished."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False

@@ -1,6 +1,7 @@
 """Any decoder of transformers is accepted where text is scored, and copies from a datastore there."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from retro.checkpoints.any_model import (
 )
 from retro.copying.head import open_networks
 from retro.copying.network_file import write_networks
+from retro.copying.switch import ALL_SOURCES, ENTERS, PRIOR
 from retro.device import Placement
 from retro.inference.language_model import LanguageModel
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
@@ -142,6 +144,21 @@ def test_the_networks_that_are_read_are_those_that_were_fitted(
         list(read) == list(fitted) == [f"datastore.{name}" for name in ("inner", "inner_bias", "outer", "outer_bias")]
     )
     assert all(torch.equal(read[name], fitted[name]) for name in read)
+
+
+def test_a_context_that_is_added_to_a_decoder_must_earn_trust(
+    folders: dict[str, Path], datastore: Datastore, tmp_path: Path
+) -> None:
+    file = tmp_path / "added.safetensors"
+    options = ["--datastore", str(datastore.folder), "--k", "2", "--tokens", "300", "--output", str(file)]
+    assert main(["add-retrieval", str(folders["phi"]), *options, "--sources", "context", "datastore"]) == 0
+    head = load_scorer(open_model(file), CPU).copy_head
+    assert head is not None
+    assert (open_model(file).model.copy_head.names, head.switch) == (("context", "datastore"), ALL_SOURCES)
+    alone, model = (LanguageModel.open(one, datastore.folder, device="cpu") for one in (folders["phi"], file))
+    drawn = np.random.default_rng(0).integers(20, 24, 300).astype(np.int64)
+    harm = float((alone.score([drawn])[0] - model.score([drawn])[0]).sum())
+    assert harm < -math.log(1 - PRIOR) - 300 * math.log(1 - ENTERS)
 
 
 def test_networks_that_are_not_whole_are_refused(added: Path, tmp_path: Path) -> None:

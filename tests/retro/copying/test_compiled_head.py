@@ -12,11 +12,19 @@ from retro.copying.datastore import DatastoreVotes
 from retro.copying.head import CopyHead
 from retro.copying.rows import Row
 from retro.copying.source import Votes as Source
+from retro.copying.sources import sources_of
 from retro.copying.step_votes import StepVotes
 from retro.copying.votes import SourceMatches
+from retro.model_settings import CopyHeadSettings
 
 ROWS, TOKENS, IDS = 6, 40, 48
 TRUSTS = [(0.1, 0.2, 0.3, 0.4), (0.97, 0.01, 0.01, 0.01), (0.0, 0.0, 0.0, 1.0)]
+TRUSTS_IN_ALL = [(0.1, 0.2, 0.1, 0.2, 0.4), (0.96, 0.01, 0.01, 0.01, 0.01), (0.0, 0.0, 0.0, 0.0, 1.0)]
+HEADS = {
+    "datastore": (CopyHeadSettings(datastore=True), TRUSTS),
+    "a trained context too": (CopyHeadSettings(context=True, datastore=True), TRUSTS),
+    "an added context too": (CopyHeadSettings(context=True, datastore=True, context_added=True), TRUSTS_IN_ALL),
+}
 
 
 def random_votes() -> np.ndarray:
@@ -44,11 +52,11 @@ class Votes:
         raise AssertionError("no drafts")
 
 
-@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize(("settings", "trusts"), HEADS.values(), ids=HEADS)
 @torch.no_grad()
-def test_rows_are_mixed_as_whole_texts(context: bool) -> None:
+def test_rows_are_mixed_as_whole_texts(settings: CopyHeadSettings, trusts: list[tuple[float, ...]]) -> None:
     torch.manual_seed(0)
-    head = CopyHead(("context", "datastore") if context else ("datastore",), 8)
+    head, context = CopyHead(settings.names, 8, sources_of(settings)), bool(settings.context)
     for parameter in head.parameters():
         parameter.normal_(std=0.1)
     tokens, logits = torch.randint(0, 9, (ROWS, TOKENS)), 4 * torch.randn(ROWS, IDS)
@@ -56,7 +64,7 @@ def test_rows_are_mixed_as_whole_texts(context: bool) -> None:
     strengths = [1.0, 0.25, 0.0] * 2
     rows = [
         Row(text, lambda chunks: (chunks,), 0, trust=trust, copy_strength=strength)
-        for text, trust, strength in zip(tokens.numpy(), [*TRUSTS, *TRUSTS], strengths, strict=True)
+        for text, trust, strength in zip(tokens.numpy(), [*trusts, *trusts], strengths, strict=True)
     ]
     mixed = StepVotes(head, torch.device("cpu"), Votes()).mixed(rows, logits)
 
@@ -71,4 +79,6 @@ def test_rows_are_mixed_as_whole_texts(context: bool) -> None:
     torch.testing.assert_close(mixed, wanted)
     assert mixed[:, 5].isneginf().all()
     plain = logits.log_softmax(-1)
-    assert ((mixed - plain).abs() > 0.01).any(1).tolist() == [True, True, context, True, context, context]
+    without = context and not settings.context_added  # the last expert copies from a trained context
+    differs = [True, True, without, True, context, without]
+    assert ((mixed - plain).abs() > 0.01).any(1).tolist() == differs

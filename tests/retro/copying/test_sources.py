@@ -15,8 +15,9 @@ from retro.batch.loss import TokenLosses
 from retro.copying.head import CopyHead
 from retro.copying.provenance import Neighbors
 from retro.copying.rows import Row
-from retro.copying.sources import SOURCES
+from retro.copying.sources import SOURCES, sources_of
 from retro.copying.step_votes import StepVotes
+from retro.copying.switch import RETRIEVAL
 from retro.huggingface.logits_processor import DatastoreLogitsProcessor
 from retro.inference.decoder import Decoder
 from retro.model_settings import CopyHeadSettings, SourceName
@@ -28,17 +29,26 @@ from tests.retro.small_model import M, Together, V, build
 LENGTHS = (5 * M, 3 * M)  # of two documents in a row
 CPU = torch.device("cpu")
 NAMES = [source.name for source in SOURCES] + ["phrases"]
-CASES = {name: (name,) for name in NAMES} | {"all": tuple(NAMES)}
-every_case = pytest.mark.parametrize("names", CASES.values(), ids=CASES)
+CASES = {name: ((name,), False) for name in NAMES} | {
+    "all": (tuple(NAMES), False),
+    "an added context": (("context",), True),
+    "all, an added context": (tuple(NAMES), True),
+}
+every_case = pytest.mark.parametrize(("names", "context_added"), CASES.values(), ids=CASES)
+# Phrases are there without retrieval too, but the decoder learns no trust in them then.
+CASES_OFF = {name: case for name, case in CASES.items() if "phrases" not in case[0]} | {
+    "three, an added context": (tuple(NAMES[:3]), True)
+}
 retrieve = retriever(2)
 
 
 @pytest.fixture
-def head(names: Sequence[str], tmp_path: Path) -> CopyHead:
+def head(names: Sequence[str], context_added: bool, tmp_path: Path) -> CopyHead:
     """A head in which every number matters."""
     (tmp_path / "phrases.txt").write_text("1 2 3 4\n0 1 2 0 1\n2 2\n")
     torch.manual_seed(0)
-    head = CopyHead(names, M, (*SOURCES, phrases(tmp_path / "phrases.txt"))).eval()
+    known = sources_of(CopyHeadSettings(context_added=context_added))
+    head = CopyHead(names, M, (*known, phrases(tmp_path / "phrases.txt"))).eval()
     head.initialize()
     with torch.no_grad():
         for parameter in head.parameters():
@@ -68,6 +78,11 @@ def row(text: np.ndarray, trust: Tensor, draft: Sequence[int] = (), on: bool = T
     )
 
 
+def as_the_gates_say(head: CopyHead) -> Tensor:
+    """Trust [S] in the expert that copies from all sources as strongly as their networks say."""
+    return torch.eye(len(head.switch.start))[0]
+
+
 def places() -> list[tuple[int, int]]:
     """Document and position of each token in the packed row."""
     return [(number, place) for number, length in enumerate(LENGTHS) for place in range(length)]
@@ -75,7 +90,7 @@ def places() -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def scored(head: CopyHead, inputs: Inputs, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities [T, V] of scoring and trust [T, 4], and log-probabilities of training, in which copying needs no trust."""
+    """Log-probabilities [T, V] of scoring and trust [T, S], and log-probabilities of training, in which copying needs no trust."""
     sources, following = head.sources(inputs), inputs.following()
     evidence, log_p = head.evidence(sources, following), logits.log_softmax(-1)
     nats = -log_p.gather(-1, following[..., None])[..., 0]
@@ -99,7 +114,7 @@ def test_a_batch_of_texts_gets_the_probabilities_of_a_packed_row(head: CopyHead)
     read, step = [texts[number][: place + 1] for number, place in places()], StepVotes(head, CPU, Votes())
     mixed = step.mixed([row(*each) for each in zip(read, trust, strict=True)], logits[0].clone())
     torch.testing.assert_close(mixed, of_scoring, rtol=1e-5, atol=1e-5)
-    whole = torch.tensor([1.0, 0, 0, 0])  # copying as strong as the gates say
+    whole = as_the_gates_say(head)
     mixed = step.mixed([row(text, whole) for text in read], logits[0].clone())
     torch.testing.assert_close(mixed, of_training, rtol=1e-5, atol=1e-5)
     assert ((of_training - logits[0].log_softmax(-1)).abs() > 0.01).any(-1).float().mean() > 0.2
@@ -124,7 +139,8 @@ def test_each_token_of_a_draft_gets_the_probabilities_of_the_text_up_to_it(head:
 @every_case
 @torch.no_grad()
 def test_off_removes_the_sources_of_retrieval_from_one_text_among_others(head: CopyHead) -> None:
-    text, trust = documents()[0], torch.tensor([0.2, 0.3, 0.1, 0.4])
+    text = documents()[0]
+    trust = torch.tensor([0.2, 0.3, 0.1, 0.4] if head.switch == RETRIEVAL else [0.2, 0.2, 0.1, 0.1, 0.4])
     logits, step = 2 * torch.randn(1, V), StepVotes(head, CPU, Votes())
     none, on, off = step.mixed(
         [row(text, trust), row(text, trust), row(text, trust, on=False)], logits.expand(3, -1).clone()
@@ -153,7 +169,7 @@ def test_the_processor_mixes_a_step_as_whole_texts(head: CopyHead) -> None:
     processor = DatastoreLogitsProcessor(head, Votes(), None, None, retriever=search, k=2)
     logits = 2 * torch.randn(1, len(text), V)
     whole = processor.mix(torch.from_numpy(text)[None], logits)[0]
-    inputs, trust = packed([text])._replace(documents=None), torch.tensor([[1.0, 0, 0, 0]] * len(text))
+    inputs, trust = packed([text])._replace(documents=None), as_the_gates_say(head).expand(len(text), -1)
     if head.learns_trust(inputs):
         trust = scored(head, inputs, logits)[1]
     rows = [row(text[: place + 1], of_token) for place, of_token in enumerate(trust)]
@@ -173,6 +189,19 @@ def test_the_cached_decoder_equals_a_full_pass(head: CopyHead) -> None:
         # Without anything to copy from, a full pass returns logits.
         torch.testing.assert_close(logits, expected.log_softmax(-1), rtol=1e-4, atol=1e-4)
         rows = [np.append(row, drawn.integers(0, 5)) for row in rows]
+
+
+@pytest.mark.parametrize(("names", "context_added"), CASES_OFF.values(), ids=CASES_OFF)
+def test_the_cached_decoder_equals_a_full_pass_with_retrieval_off(head: CopyHead) -> None:
+    text, new = np.random.default_rng(1).integers(0, 5, 3 * M), np.random.default_rng(0).integers(0, 5, M + 1)
+    model = build()
+    model.copy_head = head
+    decoder = Together(model, FLOAT32, 8 * M)
+    decoder.decoder = Decoder(model, FLOAT32, 8 * M, Votes())
+    for step in range(len(new) + 1):
+        (logits,) = decoder.read([text if not step else text[-1:]])
+        torch.testing.assert_close(logits, uncached(model, text, None, step).log_softmax(-1), rtol=1e-4, atol=1e-4)
+        text = np.append(text, new[step : step + 1])
 
 
 def test_each_source_has_a_setting_of_its_name() -> None:

@@ -9,58 +9,89 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retro.batch.inputs import Inputs
-from retro.batch.loss import IGNORED_LABEL
-from retro.copying.switch import ENTERS, PRIOR, START, STRENGTHS, TRANSITIONS, trust_of
+from retro.batch.loss import IGNORED_LABEL, TokenLosses
+from retro.copying.head import STEP, CopyHead
+from retro.copying.sources import sources_of
+from retro.copying.switch import (
+    ALL_SOURCES,
+    ENTERS,
+    LEAVES,
+    PRIOR,
+    REMOVED,
+    RETRIEVAL,
+    Switch,
+    trust_in_retrieval,
+    trust_of,
+)
 from retro.model.retro import Retro
+from retro.model_settings import CopyHeadSettings
 from tests.retro.copying.test_head import FEW, few_tokens
-from tests.retro.small_model import B, M, T, agreed_votes, batch, build
+from tests.retro.small_model import B, M, T, agreed_votes, batch, build, few
 
 ALL = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True}
+SWITCHES = {"retrieval": RETRIEVAL, "all sources": ALL_SOURCES}
+every_switch = pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 
 
-def step_by_step(log_p: Tensor, starts: Tensor) -> Tensor:
+def step_by_step(log_p: Tensor, switch: Switch, starts: Tensor) -> Tensor:
     """Trust in one row, from the definition, in float64."""
-    trust, rows = torch.tensor(START, dtype=torch.float64), []
+    start, transitions = (torch.tensor(values, dtype=torch.float64) for values in (switch.start, switch.transitions))
+    trust, rows = start, []
     for row, begins in zip(log_p.double(), starts, strict=True):
-        trust = torch.tensor(START, dtype=torch.float64) if begins else trust
+        trust = start if begins else trust
         rows.append(trust)
         after = trust * row.exp()
-        trust = after / after.sum() @ torch.tensor(TRANSITIONS, dtype=torch.float64)
+        trust = after / after.sum() @ transitions
     return torch.stack(rows)
 
 
+@every_switch
 @given(st.integers(0, 2**31), st.integers(1, 40), st.floats(0.1, 30))
-def test_trust_is_the_posterior_step_by_step(seed: int, num_tokens: int, spread: float) -> None:
+def test_trust_is_the_posterior_step_by_step(switch: Switch, seed: int, num_tokens: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    log_p = -torch.rand(2, num_tokens, 4, generator=generator) * spread
+    log_p = -torch.rand(2, num_tokens, len(switch.start), generator=generator) * spread
     starts = torch.rand(2, num_tokens, generator=generator) < 0.1
-    found = trust_of(log_p, starts)
-    expected = torch.stack([step_by_step(*row) for row in zip(log_p, starts, strict=True)])
+    found = trust_of(log_p, switch, starts)
+    expected = torch.stack([step_by_step(row, switch, begins) for row, begins in zip(log_p, starts, strict=True)])
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_rows_of_changes_are_distributions() -> None:
-    for row in (START, *TRANSITIONS):
+@every_switch
+def test_rows_of_changes_are_distributions(switch: Switch) -> None:
+    for row in (switch.start, *switch.transitions):
         assert sum(row) == pytest.approx(1)
         assert min(row) > 0
-    assert len(STRENGTHS) == len(START) == len(TRANSITIONS)
+        assert len(row) == len(switch.of_retrieval) == len(switch.of_context)
+    assert len(switch.transitions) == len(switch.start)
+
+
+@every_switch
+def test_the_last_expert_copies_nothing_and_the_bound_is_that_of_every_switch(switch: Switch) -> None:
+    assert (switch.of_retrieval[-1], switch.of_context[-1]) == (REMOVED, REMOVED)
+    assert switch.start[-1] == 1 - PRIOR
+    assert switch.transitions[-1][-1] == 1 - ENTERS
+    assert [row[-1] for row in switch.transitions[:-1]] == [LEAVES] * (len(switch.start) - 1)
+    retrieves = [move > REMOVED for move in switch.of_retrieval]
+    assert retrieves == sorted(retrieves, reverse=True)
+    trust = tuple(range(len(switch.start)))
+    assert trust_in_retrieval(trust) == sum(one for one, copies in zip(trust, retrieves, strict=True) if copies)
 
 
 def test_a_document_earns_the_trust_that_it_earns_alone_to_the_bit() -> None:
     log_p, starts = -5 * torch.rand(1, 37, 4), torch.zeros(1, 37, dtype=torch.bool)
     starts[0, 21] = True
-    before = trust_of(log_p, starts)
+    before = trust_of(log_p, RETRIEVAL, starts)
     log_p[0, :21] = -5 * torch.rand(21, 4)
-    assert torch.equal(trust_of(log_p, starts)[:, 21:], before[:, 21:])
-    torch.testing.assert_close(trust_of(log_p[:, 21:]), before[:, 21:])
+    assert torch.equal(trust_of(log_p, RETRIEVAL, starts)[:, 21:], before[:, 21:])
+    torch.testing.assert_close(trust_of(log_p[:, 21:], RETRIEVAL), before[:, 21:])
 
 
 def test_trust_depends_on_earlier_tokens_only() -> None:
     log_p = -5 * torch.rand(1, 33, 4)
     changed = log_p.clone()
     changed[0, 20:] = -5 * torch.rand(13, 4)
-    assert torch.equal(trust_of(log_p)[0, :21], trust_of(changed)[0, :21])
-    assert not torch.equal(trust_of(log_p)[0, 21:], trust_of(changed)[0, 21:])
+    assert torch.equal(trust_of(log_p, RETRIEVAL)[0, :21], trust_of(changed, RETRIEVAL)[0, :21])
+    assert not torch.equal(trust_of(log_p, RETRIEVAL)[0, 21:], trust_of(changed, RETRIEVAL)[0, 21:])
 
 
 def bound(num_tokens: int) -> float:
@@ -96,3 +127,86 @@ def test_right_votes_gain_and_tokens_after_them_trust_retrieval_more() -> None:
     off, on = losses(model, tokens, agreed_votes(tokens.roll(-1, 1)))
     assert (on[:, T // 2 :] < 0.5 * off[:, T // 2 :]).all()
     assert (on[:, -M:].mean() < on[:, :M].mean()).all()
+
+
+# --- the own context -------------------------------------------------------------------------------------------------
+
+
+def head_of(context_added: bool, log_odds: float) -> CopyHead:
+    """A head whose networks trust every match, of the context and of the datastore, with these log-odds."""
+    settings = CopyHeadSettings(context=True, datastore=True, context_added=context_added)
+    head = CopyHead(settings.names, M, sources_of(settings)).eval()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.fill_(log_odds / STEP if name.endswith("outer_bias") else 0.0)
+    return head
+
+
+def text_losses(head: CopyHead, nats: Tensor, inputs: Inputs) -> Tensor:
+    """Losses [B, T - 1] of a text, of which the model alone has `nats` [B, T]."""
+    evidence = head.evidence(head.sources(inputs), inputs.following())
+    vocabulary = TokenLosses(nats, -nats.clamp(max=0.5))
+    if head.learns_trust(inputs):
+        return head.trusted_losses(vocabulary, evidence, inputs)[0][:, :-1]
+    return head.losses(vocabulary, inputs.following(), evidence)[:, :-1]
+
+
+def wrong_votes(tokens: Tensor) -> Tensor:
+    """Votes after long matches that agree, for tokens that do not follow."""
+    return agreed_votes((tokens.roll(-1, 1) + 1) % 9)
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    ids=st.integers(2, 9),
+    num_tokens=st.sampled_from([2, 64, 300]),
+    log_odds=st.floats(-4, 12),
+    on=st.booleans(),
+)
+def test_no_match_in_a_text_itself_can_make_it_much_less_likely(
+    seed: int, ids: int, num_tokens: int, log_odds: float, on: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(ids, (2, num_tokens), generator=generator)  # few ids: matches are long, and mostly wrong
+    alone = 3 * torch.rand(2, num_tokens, generator=generator)
+    inputs = Inputs(tokens, votes=wrong_votes(tokens) if on else None)
+    harm = text_losses(head_of(True, log_odds), alone, inputs).sum(1) - alone[:, :-1].sum(1)
+    assert (harm <= bound(num_tokens) + 1e-3).all()
+
+
+def test_without_the_switch_a_text_of_wrong_matches_is_harmed() -> None:
+    tokens, alone = few_tokens(2, 300), torch.full((2, 300), 0.1)
+    trained, added = (text_losses(head_of(context, 6.0), alone, Inputs(tokens)).sum(1) for context in (False, True))
+    assert (trained - alone[:, :-1].sum(1) > 20 * bound(300)).all()
+    assert (added - alone[:, :-1].sum(1) < bound(300)).all()
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_text_that_repeats_itself_gains_nearly_all_that_it_gains_without_the_switch(on: bool) -> None:
+    once = torch.randperm(200, generator=torch.Generator().manual_seed(0)).expand(2, -1)
+    tokens, alone = once.repeat(1, 2), torch.full((2, 400), 4.0)
+    inputs = Inputs(tokens, votes=wrong_votes(tokens) if on else None)
+    gain = alone[:, :-1].sum(1) - text_losses(head_of(True, 1.0), alone, inputs).sum(1)
+    without = alone[:, :-1].sum(1) - text_losses(head_of(False, 1.0), alone, Inputs(tokens)).sum(1)
+    assert (without > 400).all()
+    assert (gain > 0.97 * without).all()
+
+
+def test_off_of_a_model_that_was_trained_with_a_context_has_no_switch_to_the_bit() -> None:
+    tokens, alone = few_tokens(2, 64), 3 * torch.rand(2, 64)
+    head = head_of(False, 2.0)
+    evidence = head.evidence(head.sources(Inputs(tokens)), Inputs(tokens).following())
+    plain = head.train().losses(TokenLosses(alone, -alone.clamp(max=0.5)), Inputs(tokens).following(), evidence)
+    assert torch.equal(text_losses(head.eval(), alone, Inputs(tokens)), plain[:, :-1])
+    assert not head.learns_trust(Inputs(tokens))
+    assert head_of(True, 2.0).learns_trust(Inputs(tokens))
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_training_reads_the_shares_as_they_are(added: bool) -> None:
+    tokens, alone = few_tokens(2, 64), 3 * torch.rand(2, 64)
+    assert torch.equal(
+        text_losses(head_of(added, 2.0).train(), alone, Inputs(tokens)),
+        text_losses(head_of(False, 2.0), alone, Inputs(tokens)),
+    )

@@ -12,7 +12,7 @@ from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import list_files
 from indexing.store.errors import InputError
 from retro.evaluation import other_texts
-from retro.evaluation.other_texts import SampledText, _num_bytes, evaluate_texts, sample_texts, text_files
+from retro.evaluation.other_texts import SampledText, evaluate_texts, num_bytes, sample_texts, text_files
 from retro.evaluation.settings import PerplexitySettings
 from retro.inference.language_model import LanguageModel
 from tests.conftest import write_corpus
@@ -107,8 +107,8 @@ def test_a_window_inside_of_a_document_counts_the_bytes_of_its_scored_tokens(
 ) -> None:
     text = next(text for text in drawn(model, corpus) if not text.begins)
     decoded = model.tokenizer.token_bytes[text.tokens[1:]].sum()
-    assert _num_bytes(text, model.tokenizer) == decoded
-    assert _num_bytes(text._replace(begins=True), model.tokenizer) == decoded - model.tokenizer.meta.added_bytes
+    assert num_bytes(text, model.tokenizer) == decoded
+    assert num_bytes(text._replace(begins=True), model.tokenizer) == decoded - model.tokenizer.meta.added_bytes
 
 
 def test_of_a_long_text_one_part_is_tokenized(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.copying.switch import START
+from retro.copying.switch import RETRIEVAL
 
 NAME = "retro.huggingface.vllm_processor"
 BASES = ("vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor")
@@ -57,7 +57,7 @@ def test_an_engine_without_a_datastore_is_as_without_the_plugin(plugin: Any, set
     first, second = plugin(config(settings, asynchronous=True), CPU, False), plugin(config(settings), object())
     assert first.is_argmax_invariant()
     first.update_state(None)
-    assert not second.add_request(0, request(retro_trust=list(START)))
+    assert not second.add_request(0, request(retro_trust=list(RETRIEVAL.start)))
     assert first.apply(logits) is logits
     assert second.apply(logits, None) is logits
 
@@ -93,7 +93,7 @@ def new_request(plugin: Any, given: dict[str, object]) -> Any:
 
 def test_a_name_that_is_not_known_is_refused(plugin: Any) -> None:
     with pytest.raises(ValueError, match=r"extra_args has retro_trsut: accepted .* retro_trust"):
-        plugin.validate_params(request(retro_trsut=list(START)))
+        plugin.validate_params(request(retro_trsut=list(RETRIEVAL.start)))
     plugin.validate_params(request(other=1))
     with pytest.raises(InputError, match=r"additional_config has retro_datastores: .*retro_datastore, retro_networks"):
         plugin(config({"retro_datastores": "peps"}), object())
@@ -101,7 +101,7 @@ def test_a_name_that_is_not_known_is_refused(plugin: Any) -> None:
         plugin(config({"retro_datastore": "peps", "retro_networks": 3}), object())
 
 
-@pytest.mark.parametrize("trust", [START, [1, 1, 1, 1], [0, 0, 0, 1], [1e-3, 0, 0, 0]])
+@pytest.mark.parametrize("trust", [RETRIEVAL.start, [1, 1, 1, 1], [0, 0, 0, 1], [1e-3, 0, 0, 0]])
 def test_accepted_trust_sums_to_1_and_keeps_its_ratios(plugin: Any, trust: Any) -> None:
     kept = np.array(new_request(plugin, {"retro_trust": trust}).trust)
     np.testing.assert_allclose(kept, np.array(trust) / sum(trust), rtol=1e-12)

@@ -10,7 +10,6 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.batch.inputs import Inputs
 from retro.copying.rows import RetrieveNeighbors
-from retro.copying.switch import START
 from retro.device import Placement, choose_placement
 from retro.inference import cache
 from retro.inference.cache import KEY_STEP
@@ -84,8 +83,8 @@ def uncached(
     if head is None or not head.learns_trust(inputs):
         return model.mix(model.logits(hidden), inputs)[0, -1]
     of_prompt, prompt = read(tokens[: len(tokens) - generated])
-    trust = torch.tensor(START).expand(*inputs.tokens.shape, -1)
-    if head.learns_trust(prompt):  # otherwise it has no neighbors
+    trust = torch.tensor(head.switch.start).expand(*inputs.tokens.shape, -1)
+    if head.learns_trust(prompt):  # otherwise it has nothing to copy from
         trust = model.scored(prompt._replace(labels=prompt.following()), of_prompt)[1][:, -1:].expand_as(trust)
     sources = model.copy_sources(inputs)
     return head.mix(model.logits(hidden), sources, head.evidence(sources, inputs.tokens), trust=trust)[0, -1]

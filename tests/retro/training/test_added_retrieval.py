@@ -1,5 +1,6 @@
 """A model with added retrieval equals its base OFF, copies ON, and works wherever a checkpoint does."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from pipelines.config import Config
 from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
+from retro.copying.switch import ALL_SOURCES, ENTERS, PRIOR, RETRIEVAL
 from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
-from retro.model_settings import updated
+from retro.model_settings import ModelSettings, updated
 from retro.training.fitted_copy_head import CopyFit, add_retrieval
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
@@ -190,6 +192,52 @@ def test_a_datastore_with_votes_adds_both_sources_of_retrieval(
         added(near, voting_datastore.folder, tmp_path / "no.safetensors", names=["neighbors"])
     with pytest.raises(InputError, match="copies from neighbors already"):
         added(then, voting_datastore.folder, tmp_path / "no.safetensors")
+
+
+def test_an_added_context_must_earn_trust_and_a_trained_one_needs_none(
+    config: Config, plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors", names=["context"])
+    head = load_model(found, HERE.device).copy_head
+    assert (found.model.copy_head.context_added, head is not None and head.switch) == (True, ALL_SOURCES)
+    base = trained(config, "own", BASES["own context"])
+    both, _ = added(base, tiny_datastore.folder, tmp_path / "both.safetensors")
+    head = load_model(both, HERE.device).copy_head
+    assert (both.model.copy_head.context_added, head is not None and head.switch) == (False, RETRIEVAL)
+    # Training further from the added context, with the settings of its model, leaves OFF as it is.
+    still = replace(config.train, steps=1, lr=1e-30, warmup_steps=0, init_from=str(found.path))
+    again = trained(replace(config, model=ModelSettings(preset="base")), "further", {}, train=still)
+    assert again.model.copy_head == found.model.copy_head
+    torch.testing.assert_close(logits(again), logits(found))
+
+
+def test_no_text_is_harmed_by_an_added_context_scored_or_generated_off(
+    plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    names = ["context", "neighbors"]
+    found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors", names=names)
+    opened, alone = (LanguageModel.open(one.path, tiny_datastore.folder, device="cpu") for one in (found, plain))
+    assert opened.model.copy_head is not None
+    with torch.no_grad():  # as of a network that was fitted to other text
+        opened.model.copy_head.context.outer_bias.fill_(1.0)
+    drawn = np.random.default_rng(0).integers(3, 6, 60).astype(np.int64)
+    repeated = np.tile(np.arange(3, 23, dtype=np.int64), 3)
+    changes = [
+        float((one - two).sum())
+        for one, two in zip(*(m.score([drawn, repeated]) for m in (alone, opened)), strict=True)
+    ]
+    assert changes[0] < -math.log(1 - PRIOR) - 60 * math.log(1 - ENTERS)
+    assert changes[1] < -20
+    for off, whole in zip(
+        opened.score_off_and_on([drawn, repeated], 2)[0], opened.score([drawn, repeated]), strict=True
+    ):
+        np.testing.assert_allclose(off, whole, rtol=1e-5, atol=1e-5)
+    settings = GenerationSettings(max_tokens=4, temperature=0, ignore_eos=True)
+    generated = [token for step in opened.generate([repeated], settings) for token in step]
+    assert [token.token for token in generated] == repeated[:4].tolist()
+    np.testing.assert_allclose(  # the first token has the trust of the prompt, as in scoring
+        generated[0].log_probability, opened.score([np.append(repeated, 3)])[0][-1], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_model_that_copies_from_the_datastore_scores_live_what_it_is_evaluated_with(
