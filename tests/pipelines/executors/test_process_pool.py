@@ -118,7 +118,12 @@ def test_the_same_near_copies_are_removed_with_any_number_of_workers(tmp_path: P
     reading = CorpusSettings(paths=(str(tiny_corpus), str(copies)), shard_bytes=30_000, split=(900, 100, 0))
     dedup = DedupSettings(within=True, held_out=True)
     one, two = (
-        replace(tiny_config(tmp_path / name, tiny_corpus), corpus=reading, dedup=dedup, executor=ExecutorSettings(workers=count))
+        replace(
+            tiny_config(tmp_path / name, tiny_corpus),
+            corpus=reading,
+            dedup=dedup,
+            executor=ExecutorSettings(workers=count),
+        )
         for name, count in (("one", 1), ("two", 2))
     )
     for config in (one, two):
