@@ -49,8 +49,8 @@ MOST_NEIGHBORS = 16
 
 
 def queries_of(messages: Sequence[Message]) -> tuple[str, ...]:
-    """What is searched for a conversation: the last question, and after an earlier one also both together, because "who
-    wrote it?" names nothing.
+    """What is searched for a conversation: the last question, and the one before it, because "who wrote it?" names
+    nothing.
 
     Raises:
         InputError: no message of the user has text.
@@ -58,7 +58,7 @@ def queries_of(messages: Sequence[Message]) -> tuple[str, ...]:
     asked = [message.content for message in messages if message.role == "user" and message.content.strip()]
     if not asked:
         raise InputError("no message of the user has text to search passages for.")
-    return (asked[-1], "\n".join(asked[-2:])) if len(asked) > 1 else (asked[0],)
+    return tuple(reversed(asked[-2:]))
 
 
 def room_for_prompt(context: int, max_tokens: int) -> int:

@@ -105,9 +105,9 @@ def test_passages_that_do_not_fit_are_left_out_whole(tokenizer: Tokenizer) -> No
     assert write_prompt(chat, MESSAGES, plain, [], 10_000).tokens.tolist() == plain.tolist()
 
 
-def test_a_conversation_is_searched_by_its_last_question_and_with_the_one_before() -> None:
+def test_a_conversation_is_searched_by_its_last_question_and_the_one_before() -> None:
     assert queries_of(MESSAGES[:1]) == ("first?",)
-    assert queries_of(MESSAGES) == ("and then?", "first?\nand then?")
+    assert queries_of(MESSAGES) == ("and then?", "first?")
     with pytest.raises(InputError, match="no message of the user has text"):
         queries_of([Message("system", "be brief"), Message("user", " ")])
 
