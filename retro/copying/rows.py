@@ -44,8 +44,8 @@ class Row:
         trust: in each strength of copying, earned by the prompt (`switch.py`). Generated tokens earn none: what was
             copied would be copied again.
         copy_strength: see `GenerationSettings`.
-        inserted: [start, stop) of the prompt's tokens that are passages of the datastore. They earn no trust: they
-            occur in it whatever the text is about.
+        inserted: [start, stop) of the prompt's tokens that are passages of the datastore or copied from it. They earn no
+            trust: they occur in it whatever the text is about.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
 
