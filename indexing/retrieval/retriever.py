@@ -101,7 +101,7 @@ class Retriever:
         chunks of their documents.
 
         Args:
-            question: a text; or several, whose results take turns, such as a question and a longer form of it.
+            question: a text; or several, whose results take turns, such as a question and the one before it.
             k: largest number of passages; fewer if others touch or if fewer chunks are found.
             tokens: largest number of tokens of all passages, in tokens of the datastore. Passages are whole chunks.
             retrieval: how chunks are found; None = `hybrid`, or `sparse` for datastores without vectors.

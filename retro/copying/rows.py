@@ -43,8 +43,8 @@ class Row:
         trust: in each expert of the head's switch, earned by the prompt; None = as before the first token. Generated
             tokens earn none: what was copied would be copied again.
         copy_strength: see `GenerationSettings`.
-        inserted: [start, stop) of the prompt's tokens that are passages of the datastore. They earn no trust: they
-            occur in it whatever the text is about.
+        inserted: [start, stop) of the prompt's tokens that are passages of the datastore or copied from it. They earn no
+            trust: they occur in it whatever the text is about.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
 

@@ -7,6 +7,7 @@ A passage is text: the template sees a mark in place of the message (`chat_templ
 without control tokens. Only the last question has passages, so a document that is deleted is gone from the next answer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ class PassagePrompt:
     Attributes:
         tokens: [t] int64, after which the answer begins.
         passages: in the prompt, numbered from 1 in this order.
-        inserted: [start, stop) of the tokens that the passages added.
+        inserted: [start, stop) of the tokens that earn no trust in copying: from the first earlier answer, or else the
+            first passage, to the last passage. An answer that was copied would be copied again.
     """
 
     tokens: np.ndarray
@@ -49,8 +51,8 @@ MOST_NEIGHBORS = 16
 
 
 def queries_of(messages: Sequence[Message]) -> tuple[str, ...]:
-    """What is searched for a conversation: the last question, and after an earlier one also both together, because "who
-    wrote it?" names nothing.
+    """What is searched for a conversation: the last question, and the one before it, because "who wrote it?" names
+    nothing.
 
     Raises:
         InputError: no message of the user has text.
@@ -58,7 +60,7 @@ def queries_of(messages: Sequence[Message]) -> tuple[str, ...]:
     asked = [message.content for message in messages if message.role == "user" and message.content.strip()]
     if not asked:
         raise InputError("no message of the user has text to search passages for.")
-    return (asked[-1], "\n".join(asked[-2:])) if len(asked) > 1 else (asked[0],)
+    return tuple(reversed(asked[-2:]))
 
 
 def room_for_prompt(context: int, max_tokens: int) -> int:
@@ -82,8 +84,19 @@ def write_prompt(
     for count in range(len(passages), 0, -1):
         tokens = template.prompt(_with_passages(messages, passages[:count]))
         if len(tokens) <= most:
-            return PassagePrompt(tokens, list(passages[:count]), _added(plain, tokens))
+            start, stop = _added(plain, tokens)
+            return PassagePrompt(
+                tokens, list(passages[:count]), (int(min(start, _first_answer(template, messages))), stop)
+            )
     return PassagePrompt(plain, [])
+
+
+def _first_answer(template: ChatTemplate, messages: Sequence[Message]) -> int | float:
+    """The number of tokens before the first answer of the conversation; infinity if there is none."""
+    first = next((index for index, message in enumerate(messages) if message.role == "assistant"), None)
+    if first is None:
+        return math.inf
+    return len(template.prompt(messages[:first])) if first else 0
 
 
 def _with_passages(messages: Sequence[Message], passages: Sequence[Passage]) -> list[Message]:

@@ -56,7 +56,9 @@ class Grounding:
     ] = None
     trust: Annotated[
         Trust | None,
-        Field(description="In copying, earned by the prompt without its passages. Null if the model copies nothing."),
+        Field(
+            description="In copying, earned by the prompt without passages and earlier answers. Null if the model copies nothing."
+        ),
     ] = None
 
 

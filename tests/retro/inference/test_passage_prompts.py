@@ -76,8 +76,25 @@ def test_a_passage_stays_text_in_every_template(tokenizer: Tokenizer, template: 
         assert control_tokens(tokenizer, written.tokens) == control_tokens(tokenizer, plain)
         start, stop = written.inserted
         assert text.strip() in tokenizer.decode(written.tokens[start:stop])
-        rest = np.concatenate([written.tokens[:start], written.tokens[stop:]])
-        assert rest.tolist() == plain.tolist()  # the passages are all that was added
+        before, after = written.tokens[:start].tolist(), written.tokens[stop:].tolist()
+        assert plain.tolist()[:start] == before
+        assert plain.tolist()[-len(after) :] == after
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_passages_and_earlier_answers_are_the_tokens_that_earn_no_trust(tokenizer: Tokenizer, template: str) -> None:
+    chat = ChatTemplate(tokenizer, TEMPLATES[template])
+    for messages in (MESSAGES, MESSAGES[-1:]):
+        plain = chat.prompt(messages)
+        written = write_prompt(chat, messages, plain, [passage("one two")], 10_000)
+        start, stop = written.inserted
+        text = tokenizer.decode(written.tokens[start:stop])
+        assert text.count("one two") == 1
+        assert ("yes" in text) == (len(messages) > 1)
+        outside = tokenizer.decode(np.concatenate([written.tokens[:start], written.tokens[stop:]]))
+        assert "and then?" in outside
+        assert "yes" not in outside
+        assert ("first?" in outside) == (len(messages) > 1)
 
 
 def test_passages_are_numbered_before_the_last_question(tokenizer: Tokenizer) -> None:
@@ -105,9 +122,9 @@ def test_passages_that_do_not_fit_are_left_out_whole(tokenizer: Tokenizer) -> No
     assert write_prompt(chat, MESSAGES, plain, [], 10_000).tokens.tolist() == plain.tolist()
 
 
-def test_a_conversation_is_searched_by_its_last_question_and_with_the_one_before() -> None:
+def test_a_conversation_is_searched_by_its_last_question_and_the_one_before() -> None:
     assert queries_of(MESSAGES[:1]) == ("first?",)
-    assert queries_of(MESSAGES) == ("and then?", "first?\nand then?")
+    assert queries_of(MESSAGES) == ("and then?", "first?")
     with pytest.raises(InputError, match="no message of the user has text"):
         queries_of([Message("system", "be brief"), Message("user", " ")])
 

@@ -102,7 +102,7 @@ def test_answers_without_the_field_have_none_of_it(client: TestClient) -> None:
     assert "retrieval" not in plain
 
 
-def test_a_follow_up_is_searched_with_the_question_before(client: TestClient, retriever: Retriever) -> None:
+def test_the_question_before_a_follow_up_is_searched_too(client: TestClient, retriever: Retriever) -> None:
     turns = [("user", QUESTION), ("assistant", "the index"), ("user", "zzz unheard?")]
     messages = [{"role": role, "content": content} for role, content in turns]
     found = answer(client, messages=messages)["retrieval"]["passages"]

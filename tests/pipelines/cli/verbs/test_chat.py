@@ -68,7 +68,7 @@ def test_a_conversation_keeps_its_questions_until_it_is_new_or_ends(
     monkeypatch.setattr(Retriever, "passages", noted)
     monkeypatch.setattr("sys.stdin", io.StringIO("title 42\n\nwhy?\n/new\nwho?\n/quit\nnever\n"))
     assert main(arguments) == 0
-    assert searched == [("title 42",), ("why?", "title 42\nwhy?"), ("who?",)]
+    assert searched == [("title 42",), ("why?", "title 42"), ("who?",)]
     monkeypatch.setattr("sys.stdin", io.StringIO("title 7"))  # ends without a line break
     assert main(arguments) == 0
     assert searched[3:] == [("title 7",)]
