@@ -39,12 +39,10 @@ class Float16:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Kernel`: float32."""
-        count = len(rows)
-        padded, missing = rows.float(), _missing_rows(count) if _IS_AVX2 else 0
-        if missing:  # a single row is repeated, which is faster
-            padded = padded.expand(1 + missing, -1) if count == 1 else F.pad(padded, (0, 0, 0, missing))
+        missing = _missing_rows(len(rows)) if _IS_AVX2 else 0
+        padded = F.pad(rows.float(), (0, 0, 0, missing)) if missing else rows.float()
         product: Tensor = torch.ops.quantized.linear_dynamic_fp16(padded, self._packed)
-        return product[:count] if missing else product
+        return product[: len(rows)] if missing else product
 
 
 def _missing_rows(count: int) -> int:

@@ -70,6 +70,7 @@ def test_a_kernel_whose_rows_differ_is_never_chosen_for_few_rows(
     write(cache, generation=both(2.0, 1.0))
     monkeypatch.setattr(packed_kernels, "has_equal_rows", lambda name: name == "float16")
     assert kernel_of(few_rows()) == "float16"
+    assert "float32" in cache.read_text(), "a process with another number of threads can use it"
 
 
 def test_the_property_of_rows_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
