@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from retro.copying.switch import PRIOR, trust_in_retrieval
+from retro.copying.switch import ALL_SOURCES, PRIOR, trust_in_retrieval
 
 Reason = Literal["short prompt", "other text"]
 """Why a trust is low."""
@@ -26,7 +26,10 @@ class Trust:
 
     share: Annotated[
         float,
-        Field(description=f"0 to 1: trust in any strength of copying, the rest is OFF. It begins with {PRIOR}."),
+        Field(
+            description="0 to 1: trust in any strength of copying from them, the rest is OFF. It begins with "
+            f"{PRIOR}, or {trust_in_retrieval(ALL_SOURCES.start)} if the own context must earn trust too."
+        ),
     ]
     prompt_tokens: Annotated[int, Field(description="Tokens of the prompt that it was earned in.")]
     low_because: Annotated[
