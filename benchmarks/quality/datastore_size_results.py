@@ -146,7 +146,7 @@ def picture(curves: dict[str, SizeCurve]) -> Picture:
         if curve.line:
             lines[f"_{name}"] = fitted(curve.line, curve.tokens, color)  # not in the legend
     title = "Bits of held-out text, ON against OFF"
-    return line_plots(Plot(lines, "tokens of the datastore", "change in %", title, log_x=True, log_base=10))
+    return line_plots(Plot(lines, "tokens of the datastore", "change in %", title, log_x=True, log_base=10), large=True)
 
 
 def fitted(line: Line, tokens: np.ndarray, color: int) -> PlotLine:

@@ -96,8 +96,8 @@ class Plot(NamedTuple):
     log_base: int = 2
 
 
-def line_plots(*plots: Plot) -> Picture:
-    """Plots side by side."""
+def line_plots(*plots: Plot, large: bool = False) -> Picture:
+    """Plots side by side; `large`: as wide as a page, with its text in a readable size there."""
 
     def draw(figure: Any, _: Theme) -> None:
         for part, plot in zip(figure.subfigures(1, len(plots), squeeze=False)[0], plots, strict=True):
@@ -118,7 +118,8 @@ def line_plots(*plots: Plot) -> Picture:
                 axes.set_xscale("log", base=plot.log_base)
             _finish(axes)
 
-    return _picture(", ".join(plot.title for plot in plots), draw, (_SIZE[0] * len(plots), _SIZE[1]))
+    (width, height), font_size = ((10.0, 5.0), 16.5) if large else (_SIZE, 9.5)
+    return _picture(", ".join(plot.title for plot in plots), draw, (width * len(plots), height), font_size)
 
 
 def histogram(series: Mapping[str, np.ndarray], x_label: str, title: str) -> Picture:
