@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +77,9 @@ def answer_from_a_hostile_passage(page: Page) -> None:
 
 def test_a_question_has_two_answers_and_both_keep_their_own_conversation(open_page, url: str) -> None:
     page, sent = open_page(url), list[dict[str, Any]]()
-    page.on("request", lambda request: sent.append(request.post_data_json) if "chat/completions" in request.url else None)
+    page.on(
+        "request", lambda request: sent.append(request.post_data_json) if "chat/completions" in request.url else None
+    )
     ask(page)
     wait(page)
     first = [pane.text_content() for pane in page.locator("#ask .answer").all()]

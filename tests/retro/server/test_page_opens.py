@@ -49,7 +49,9 @@ def test_a_model_with_a_chat_template_opens_with_questions_another_one_with_a_te
 
 
 @pytest.mark.parametrize(("scheme", "context"), [("light", LAPTOP), ("dark", PHONE)], ids=["laptop", "phone"])
-def test_where_it_helps_begins_with_colored_tokens_above_the_fold(open_page, url: str, context: dict, scheme: str) -> None:
+def test_where_it_helps_begins_with_colored_tokens_above_the_fold(
+    open_page, url: str, context: dict, scheme: str
+) -> None:
     page = opened(open_page, url, color_scheme=scheme, **context)
     expect(page.locator("#tab-passage")).to_have_attribute("aria-selected", "true")
     assert page.locator(COLORED).evaluate_all(ABOVE_THE_FOLD) >= 8

@@ -2,7 +2,7 @@
 
 import { problem } from "./region.js";
 
-const FINISHED = { stop: "complete", length: "token limit reached" };
+const FINISHED = { stop: "complete", length: "limit reached" };
 
 /**
  * Show the events of a stream until the text is complete or the user stops it. The card has the class `running` meanwhile.
