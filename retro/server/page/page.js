@@ -2,6 +2,7 @@
 
 import { addressOf, readAddress } from "./lib/address.js";
 import { served, whenServed } from "./lib/api.js";
+import * as ask from "./views/ask.js";
 import * as datastore from "./views/datastore.js";
 import * as documents from "./views/documents.js";
 import { element } from "./lib/elements.js";
@@ -12,7 +13,7 @@ import { count, roughly } from "./lib/numbers.js";
 import * as passage from "./views/passage.js";
 import * as trace from "./views/trace.js";
 
-const views = { neighbors, passage, generation, trace, datastore, document: documents };
+const views = { ask, neighbors, passage, generation, trace, datastore, document: documents };
 
 const tablist = document.querySelector("[role=tablist]");
 const tabs = [...tablist.querySelectorAll("[role=tab]")];
@@ -34,7 +35,7 @@ async function route() {
 
 /** The view of an address that names none. */
 const firstView = () => served().then(viewFor, () => "neighbors");
-const viewFor = ({ model, retrieval }) => (model?.retrieval ? "passage" : retrieval.length ? "neighbors" : "trace");
+const viewFor = ({ model, retrieval }) => (model ? (model.chat ? "ask" : "generation") : retrieval.length ? "neighbors" : "trace");
 
 function open({ dataset: { view } }) {
   if (view && view !== readAddress().view) location.hash = addressOf(view);
@@ -63,12 +64,12 @@ function introduce({ datastores, model, limits, chunk_length: length }) {
 
 /** Show the error in place of the names. */
 function excuse(error) {
-  const again = element("button", { type: "button", class: "quiet", click: ask }, "Try again");
+  const again = element("button", { type: "button", class: "quiet", click: connect }, "Try again");
   document.querySelector(".served").replaceChildren(element("span", { class: "refused", role: "alert" }, error.message), again);
 }
 
-const ask = () => served().catch(excuse);
+const connect = () => served().catch(excuse);
 
 whenServed(introduce);
-ask();
+connect();
 route();

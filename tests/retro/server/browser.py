@@ -16,7 +16,7 @@ expect.set_options(timeout=1000 * PATIENCE)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MARKS = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no Chromium (Debian's package chromium)")]
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-VIEWS = ("passage", "generation", "neighbors", "trace", "datastore")
+VIEWS = ("ask", "generation", "passage", "neighbors", "trace", "datastore")
 BUTTONS = {
     "neighbors": "Find neighbors",
     "passage": "Show where neighbors help",

@@ -104,7 +104,7 @@ def test_the_datastore_view_shows_its_statistics_and_the_model(
 def test_every_view_is_usable_by_keyboard(open_page, url: str) -> None:
     page = open_page(url + form_of("neighbors"))
     page.locator("#tab-neighbors").focus()
-    for view in ("trace", "datastore", "passage", "generation", "neighbors"):
+    for view in ("trace", "datastore", "ask", "generation", "passage", "neighbors"):
         page.keyboard.press("ArrowRight")
         expect(page.locator(f"#{view}")).to_be_visible()
         expect(page.locator(f"#tab-{view}")).to_be_focused()

@@ -128,15 +128,17 @@ def test_the_first_chunk_is_grey_and_the_others_show_the_neighbors_that_the_mode
         ask(page, "passage")
     answer = answered.value.json()
     numbers = [token["chunk"] for token in answer["tokens"]]
-    grey = ["first" in each.get_attribute("class").split() for each in page.locator(".rows .token").all()]
+    tokens = page.locator("#passage .token").all()
+    grey = ["first" in each.get_attribute("class").split() for each in tokens]
     assert grey == [number == 0 for number in numbers]
     read = {each["chunk"] + 1: [hit["title"] for hit in each["neighbors"]] for each in answer["sources"]["chunks"]}
-    rows = page.locator(".chunk-row").all()
-    assert len(rows) == numbers[-1] + 1
-    for number, row in enumerate(rows):
-        assert row.locator(".neighbor > summary b").all_text_contents() == read.get(number, [])
-    assert "".join(page.locator(".rows .token").all_text_contents()) == LONG
-    expect(rows[0]).to_contain_text("no neighbors yet")
+    for number in range(numbers[-1] + 1):
+        tokens[numbers.index(number)].click()
+        shown = page.locator("#passage .found:not([hidden])")
+        expect(shown).to_have_attribute("aria-label", f"Neighbors for chunk {number + 1}")
+        assert shown.locator(".neighbor > summary b").all_text_contents() == read.get(number, [])
+        expect(shown).to_contain_text("chunk 1" if number == 0 else f"in chunk {number + 1}", ignore_case=True)
+    assert "".join(page.locator("#passage .token").all_text_contents()) == LONG
     page.locator("#passage-strip summary").click()
     expect(page.locator("#passage-strip")).to_contain_text("the first chunk has none")
     submit(page, "passage", "the index")
@@ -158,24 +160,23 @@ def test_marked_tokens_have_their_text_in_the_neighbor(open_page, url: str) -> N
     answer_with(page, "**/score", add_copy)
     ask(page, "passage")
     page.locator(".neighbor:not([open]) > summary").evaluate_all("nodes => nodes.forEach(node => node.click())")
-    for row in page.locator(".chunk-row").all():
-        keys = {
-            key for node in row.locator(".token[data-keys]").all() for key in node.get_attribute("data-keys").split()
-        }
-        for key in keys:
-            tokens = row.locator(f'.token[data-keys~="{key}"]').all_text_contents()
-            assert len(tokens) >= 5 or "copy" in key
-            assert "".join(tokens) == "".join(row.locator(f'mark[data-keys~="{key}"]').all_text_contents())
+    marked = page.locator("#passage .token[data-keys]").all()
+    keys = {key for node in marked for key in node.get_attribute("data-keys").split()}
+    assert len(keys) > 1
+    for key in keys:
+        tokens = page.locator(f'#passage .token[data-keys~="{key}"]').all_text_contents()
+        assert len(tokens) >= 5 or "copy" in key
+        assert "".join(tokens) == "".join(page.locator(f'#passage mark[data-keys~="{key}"]').all_text_contents())
     copied = page.locator(".token.copied")
     expect(copied).to_have_count(1)
-    expect(copied).to_have_attribute("data-ranks", "2")
+    expect(page.locator("#passage .token[data-ranks]")).to_have_attribute("data-ranks", "2")
     copied.hover()
     expect(page.locator("mark.copied")).to_have_class(re.compile("linked"))
     expect(page.locator(".readout")).to_contain_text("copied from neighbor 2")
 
 
 @pytest.mark.parametrize(
-    ("on", "said", "kind"), [(0.9, "10.0% fewer bits: helped", "helped"), (1.0034, "0.34% more bits: hurt", "hurt")]
+    ("on", "said", "kind"), [(0.714, "29% fewer bits", "helped"), (1.0034, "0.34% more bits", "hurt")]
 )
 def test_fewer_bits_are_better_everywhere(open_page, url: str, on: float, said: str, kind: str) -> None:
     sign = 1 if kind == "helped" else -1
@@ -188,16 +189,36 @@ def test_fewer_bits_are_better_everywhere(open_page, url: str, on: float, said: 
     page = open_page(url + form_of("passage"))
     answer_with(page, "**/score", change)
     ask(page, "passage")
-    expect(page.locator(f"#passage-strip .verdict.{kind}")).to_have_text(said)
-    page.locator(".rows .token").last.click()
+    expect(page.locator(f"#passage-strip .verdict.{kind}")).to_have_text(
+        f"With retrieval the model guesses this text in {said}."
+    )
+    page.locator("#passage .token").last.click()
     words = {
         "helped": ["7.4 times as likely", "2.89 fewer bits: helped"],
         "hurt": ["7.4 times less likely", "2.89 more bits: hurt"],
     }
     for text in words[kind]:
         expect(page.locator(".readout")).to_contain_text(text)
-    expect(page.locator(f".rows .token.{kind}")).to_have_count(page.locator(".rows .token:not(.first)").count())
+    expect(page.locator(f"#passage .token.{kind}")).to_have_count(page.locator("#passage .token:not(.first)").count())
     expect(page.locator("#passage-strip .legend-list")).to_contain_text("the bits that the model needs for each byte")
+
+
+def test_the_number_of_a_neighbor_is_at_the_end_of_a_word(open_page, url: str) -> None:
+    words = ["a", " Rob", "in", " Bec", "ker", "s", "!", " 检", "索"]
+    script = """
+    async (words) => {
+      const { neighborsRead, numberWords } = await import("./parts/chunk_row.js");
+      const tokens = words.map((text) => ({ text, node: document.createElement("span") }));
+      const copy = (from, to, neighbor) => ({ text: [from, to], neighbor, neighbor_text: [0, 1], tokens: 1 });
+      const hit = { text: "?", continuation: "", title: "", document_id: "d", source: "", chunk_id: 0, score: 1 };
+      const copies = [copy(1, 5, 0), copy(5, 7, 1), copy(7, 11, 1), copy(16, 18, 0)]; // " Rob", "in", " Bec", " 检"
+      neighborsRead({ number: 1, tokens, start: 0, neighbors: [hit, hit], copies });
+      numberWords(tokens);
+      return tokens.map(({ node }) => node.dataset.ranks ?? "");
+    }
+    """
+    shown = open_page(url + form_of("datastore")).evaluate(script, words)
+    assert shown == ["", "", "1 2", "", "", "2", "", "1", ""]
 
 
 BRUTE_FORCE = """

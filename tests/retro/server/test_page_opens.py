@@ -1,4 +1,5 @@
-"""What a visitor sees first, without typing: a held-out passage in color, a prompt where retrieval matters; and a question's hits."""
+"""What a visitor sees first, without typing: a chat or a prompt where retrieval matters, a held-out passage in color; and a question's
+hits."""
 
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.retro.server.test_page_explains import answer_with
 
 pytestmark = MARKS
 
-COLORED = ".rows .token.helped, .rows .token.hurt"
+COLORED = "#passage .tokens .token.helped, #passage .tokens .token.hurt"
 QUESTION = "neighbor vector"
 ABOVE_THE_FOLD = """
 nodes => nodes.filter((node) => {
@@ -27,17 +28,30 @@ nodes => nodes.filter((node) => {
 
 
 def opened(open_page, url: str, **context) -> Page:
-    """Open the page without a view and wait for the colored text."""
-    page = open_page(url, **context)
+    """Open *Where it helps* without a text and wait for the colored text."""
+    page = open_page(f"{url}/#/passage", **context)
     expect(page.locator(COLORED).first).to_be_attached()
     return page
+
+
+@pytest.mark.parametrize(("chat", "view"), [(True, "ask"), (False, "generation")])
+def test_a_model_with_a_chat_template_opens_with_questions_another_one_with_a_text(
+    open_page, url: str, chat: bool, view: str
+) -> None:
+    page = open_page("about:blank")
+    answer_with(page, "**/datastore", lambda body: body["model"].update(chat=chat))
+    page.goto(url)
+    expect(page.locator(f"#tab-{view}")).to_have_attribute("aria-selected", "true")
+    expect(page.locator(f"#{view} form")).to_be_visible()
 
 
 # --- where it helps --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("scheme", "context"), [("light", LAPTOP), ("dark", PHONE)], ids=["laptop", "phone"])
-def test_the_page_opens_with_colored_tokens_above_the_fold(open_page, url: str, context: dict, scheme: str) -> None:
+def test_where_it_helps_begins_with_colored_tokens_above_the_fold(
+    open_page, url: str, context: dict, scheme: str
+) -> None:
     page = opened(open_page, url, color_scheme=scheme, **context)
     expect(page.locator("#tab-passage")).to_have_attribute("aria-selected", "true")
     assert page.locator(COLORED).evaluate_all(ABOVE_THE_FOLD) >= 8
@@ -50,7 +64,7 @@ def test_the_best_example_is_first_named_by_its_path_and_shown(open_page, url: s
     page = open_page("about:blank")
     answer_with(page, "**/examples?*", lambda body: body["examples"][0].update(name))
     with page.expect_response("**/examples?*") as answered, page.expect_request("**/score") as sent:
-        page.goto(url)
+        page.goto(f"{url}/#/passage")
     best, *others = answered.value.json()["examples"]
     assert best["gain"] >= max(each["gain"] for each in others if each["gain"] is not None)
     assert sent.value.post_data_json["text"] == best["text"].replace("\r\n", "\n")
@@ -79,8 +93,8 @@ def test_a_datastore_without_a_model_opens_on_its_search_and_model_views_name_th
         page = open_page(url)
         expect(page.locator("#tab-neighbors")).to_have_attribute("aria-selected", "true")
         expect(page.locator("#neighbors textarea")).to_be_visible()
-        for view in ("passage", "generation"):
-            expect(open_page(f"{url}/#/{view}").locator(f"#{view} .results")).to_contain_text("--checkpoint")
+        for view in ("ask", "passage", "generation"):
+            expect(open_page(f"{url}/#/{view}").locator(f"#{view} .notice")).to_contain_text("--checkpoint")
 
 
 # --- write -----------------------------------------------------------------------------------------------------------
@@ -237,7 +251,7 @@ def test_the_header_and_the_names_of_examples_are_whole_on_a_phone(open_page, ur
     name = {"document_id": "lib/email/header/of/a/long/path/header.py", "title": "header"}
     page = open_page("about:blank", **PHONE)
     answer_with(page, "**/examples?*", lambda body: body["examples"][0].update(name))
-    page.goto(url)
+    page.goto(f"{url}/#/passage")
     expect(page.locator(COLORED).first).to_be_attached()
     for selector in (".served", "[role=tab]", ".answered .examples button"):
         for node in page.locator(selector).all():

@@ -32,11 +32,11 @@ export const bitsOf = (nats) => nats / Math.LN2;
  * A change in bits in words. Fewer bits are better everywhere on this page.
  *
  * @param {number} bits above 0: fewer bits are needed
- * @param {string} [amount]
  * @returns {{text: string, kind: "helped" | "hurt" | ""}}
  */
-export function verdict(bits, amount = fixed(Math.abs(bits), 2)) {
+export function verdict(bits) {
   if (bits === 0) return { text: "no change", kind: "" };
+  const amount = fixed(Math.abs(bits), 2);
   return bits > 0 ? { text: `${amount} fewer bits: helped`, kind: "helped" } : { text: `${amount} more bits: hurt`, kind: "hurt" };
 }
 

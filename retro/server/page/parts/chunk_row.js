@@ -6,32 +6,48 @@ import { codePoints, linkRuns } from "./marks.js";
 import { neighborFold } from "./neighbor.js";
 import { LEAST_RUN, sharedRuns } from "./shared_runs.js";
 
+/** Scripts without spaces have no ends of words. */
+const LETTER = /^(?![\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}])[\p{L}\p{N}]/u;
+
 /**
- * @param {object} chunk
- * @param {number} chunk.number from 0
- * @param {string} [chunk.note] below the title
- * @param {string} [chunk.fold] fold the chunk, and say this in its first line
- * @param {{text: string, node: HTMLElement}[]} chunk.tokens with the nodes that show them; this function adds marks to them
- * @param {number} chunk.start characters of the answer's text before its first token
- * @param {import("./neighbor.js").Hit[]} chunk.neighbors
- * @param {{text: [number, number], neighbor: number, neighbor_text: [number, number], tokens: number}[]} chunk.copies
- * @returns {HTMLElement}
+ * A chunk with its neighbors.
+ *
+ * @typedef {object} Chunk
+ * @property {number} number from 0
+ * @property {string} [note] below the title
+ * @property {{text: string, node: HTMLElement}[]} tokens with the nodes that show them
+ * @property {number} start characters of the answer's text before its first token
+ * @property {import("./neighbor.js").Hit[]} neighbors
+ * @property {{text: [number, number], neighbor: number, neighbor_text: [number, number], tokens: number}[]} copies
  */
-export function chunkRow({ number, note, fold, tokens, start, neighbors, copies }) {
+
+/**
+ * The neighbors that a chunk could read. This function also marks the chunk's tokens.
+ *
+ * @param {Chunk} chunk
+ * @returns {HTMLElement[]}
+ */
+export function neighborsRead({ number, tokens, start, neighbors, copies }) {
   const marks = neighbors.map(() => []);
   markShared(number, tokens, neighbors, marks);
   markCopied(number, tokens, start, copies, marks);
+  const found = neighbors.map((neighbor, rank) => neighborFold(neighbor, rank, marks[rank], factOf(neighbor, marks[rank]), rank === 0));
+  return found.length ? [element("p", { class: "label" }, `Neighbors of chunk ${number}, which the model could read in chunk ${number + 1}`), ...found] : [];
+}
+
+/** A chunk next to its neighbors. @param {Chunk} chunk @returns {HTMLElement} */
+export function chunkRow(chunk) {
+  const { number, note, tokens } = chunk;
+  const found = neighborsRead(chunk);
+  numberWords(tokens);
   const text = element("div", { class: "text tokens", ...language(tokens.map((each) => each.text).join("")) }, ...tokens.map(({ node }) => node));
   const name = `Chunk ${number + 1}`;
-  const length = element("small", {}, counted(tokens.length, "token"));
-  if (fold) return element("details", { class: "chunk-row folded" }, element("summary", {}, element("b", {}, name), length, element("small", {}, fold)), text);
-  const title = element("h3", {}, `${name} `, length);
-  const found = neighbors.map((neighbor, rank) => neighborFold(neighbor, rank, marks[rank], factOf(neighbor, marks[rank]), rank === 0));
+  const title = element("h3", {}, `${name} `, element("small", {}, counted(tokens.length, "token")));
   const row = element(
     "article",
     { class: "chunk-row", "aria-label": name },
     element("div", { class: "query" }, title, note ? element("p", { class: "label" }, note) : null, text),
-    element("div", { class: "found" }, ...(found.length ? [element("p", { class: "label" }, `Neighbors of chunk ${number}, which the model could read here`), ...found] : [])),
+    element("div", { class: "found" }, ...found),
   );
   linkRuns(row);
   return row;
@@ -61,7 +77,22 @@ function markCopied(number, tokens, start, copies, marks) {
       addKey(node, key, "copied");
       node.dataset.source = rank + 1;
     }
-    copied.findLast(({ text }) => text.trim())?.node.setAttribute("data-ranks", rank + 1);
+    const last = copied.findLast(({ text }) => text.trim())?.node;
+    if (last) addRanks(last, [String(rank + 1)]);
+  });
+}
+
+function addRanks(node, ranks) {
+  node.dataset.ranks = [...new Set([...(node.dataset.ranks?.split(" ") ?? []), ...ranks])].sort((a, b) => a - b).join(" ");
+}
+
+/** Move the numbers of neighbors to the ends of words. @param {{text: string, node: HTMLElement}[]} tokens of a text, in order */
+export function numberWords(tokens) {
+  tokens.slice(0, -1).forEach(({ text, node }, index) => {
+    const next = tokens[index + 1];
+    if (!node.dataset.ranks || !/[\p{L}\p{N}]$/u.test(text) || !LETTER.test(next.text)) return;
+    addRanks(next.node, node.dataset.ranks.split(" "));
+    delete node.dataset.ranks;
   });
 }
 

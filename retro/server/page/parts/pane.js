@@ -3,10 +3,9 @@
 import { stream } from "../lib/api.js";
 import { element, language } from "../lib/elements.js";
 import { counted, percent } from "../lib/numbers.js";
-import { problem } from "./region.js";
+import { write } from "./writing.js";
 
 const PROMPT_END = 120; // characters of the prompt that a text begins with
-const FINISHED = { stop: "the model ended the text", length: "token limit reached" };
 
 /**
  * @param {object} request body of POST /generate
@@ -36,30 +35,7 @@ export function pane(request, retry, add) {
     }
     add(event);
   };
-  const run = async (own) => {
-    let [started, tokens] = [0, 0];
-    const say = (what) => (state.textContent = `${what} · ${tokens} tokens in ${((performance.now() - started) / 1000).toFixed(1)} s`);
-    card.classList.add("running");
-    state.textContent = "Waiting for the server…";
-    try {
-      for await (const event of stream("generate", request, own.signal)) {
-        started ||= performance.now(); // The time before is waiting: for the other text, or for other users.
-        tokens += 1;
-        show(event);
-        say(event.finish_reason ? FINISHED[event.finish_reason] : "Writing");
-        if (event.finish_reason) break;
-      }
-    } catch (error) {
-      if (own.signal.aborted) tokens ? say("stopped") : (state.textContent = "stopped before the first token");
-      else fail(error, tokens);
-    }
-    card.classList.remove("running");
-  };
-  const fail = (error, tokens) => {
-    state.textContent = tokens ? `broke off after ${tokens} tokens` : "failed";
-    trouble.replaceChildren(problem(error, retry));
-    trouble.scrollIntoView({ block: "nearest" });
-  };
+  const run = (own) => write({ card, state, trouble }, stream("generate", request, own.signal), own, show, retry);
   return { name: retrieval ? "with_neighbors" : "without_neighbors", card, run, answer: () => answer };
 }
 

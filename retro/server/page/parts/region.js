@@ -69,6 +69,13 @@ export function noModel() {
   return card;
 }
 
+/** A card that explains how to give a model a chat template. @returns {HTMLElement} */
+export function noChat() {
+  const card = notice("This model does not chat", "It has no chat template, so it continues texts: see Write. For a model that was trained on conversations, start the server with its template:");
+  card.append(command("retro serve DATASTORE --checkpoint CHECKPOINT --chat-template FILE"));
+  return card;
+}
+
 /** A card that explains how to build what a trace needs. @returns {HTMLElement} */
 export function noSuffixes() {
   const card = notice("This datastore cannot be traced yet", "It lacks the sorted prefixes of its documents. Build them, and start the server again:");
