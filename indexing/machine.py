@@ -227,16 +227,16 @@ def map_largest_first(
             advance(units)
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        order = sorted(range(len(items)), key=sizes.__getitem__, reverse=True)
-        calls = {index: pool.submit(function, items[index], count) for index in order}
         try:
+            order = sorted(range(len(items)), key=sizes.__getitem__, reverse=True)
+            calls = {index: pool.submit(function, items[index], count) for index in order}
             for call in wait(calls.values(), return_when=FIRST_EXCEPTION).done:
                 call.result()
+            return [calls[index].result() for index in range(len(items))]
         except BaseException:
             ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        return [calls[index].result() for index in range(len(items))]
 
 
 def choose_blas_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
