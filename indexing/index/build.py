@@ -33,7 +33,7 @@ _BLOCK_ROWS = 65_536
 
 POINTS_PER_LIST = 64
 """Training vectors for each inverted list, sampled over all shards."""
-ITERATIONS = 25
+ITERATIONS = 10
 """Iterations of k-means."""
 TUNE_QUERIES = 1000
 """Held-out chunks that are queries when `nprobe` is tuned."""

@@ -241,7 +241,7 @@ class CopyHead(nn.Module):
         Args:
             vocabulary: [1, T], of all following tokens (`Inputs.following`).
             evidence: about these tokens, from `evidence`.
-            earns: bool [T], True where the following token earns trust.
+            earns: numbers of the tokens whose following token earns trust, int64 [n].
         """
         with torch.autocast(evidence.device.type, enabled=False):
             log_p = self._log_p(self.log_odds(vocabulary.log_top, evidence), vocabulary, evidence)

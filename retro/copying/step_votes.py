@@ -100,10 +100,9 @@ class StepVotes:
         if not self._head.learns_trust(inputs):
             return self._head.switch.start
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
-        earns = torch.ones(len(row.tokens), dtype=torch.bool)
-        earns[-1] = False  # no token follows
         start, stop = (max(0, border - row.dropped * self._head.chunk_length - 1) for border in row.inserted)
-        earns[start:stop] = False  # about the token after each one
+        # About the token after each one; none follows the last.
+        earns = torch.tensor([at for at in range(len(row.tokens) - 1) if not start <= at < stop], dtype=torch.int64)
         return tuple(self._head.trust_after(vocabulary, evidence, earns.to(evidence.device)).tolist())
 
     def copied_shares_of(self, row: Row, vocabulary: TokenLosses) -> Tensor:
