@@ -33,8 +33,9 @@ _BLOCK_ROWS = 65_536
 
 POINTS_PER_LIST = 64
 """Training vectors for each inverted list, sampled over all shards."""
-ITERATIONS = 10
-"""Iterations of k-means."""
+ITERATIONS = 5
+"""Iterations of k-means. Ten, the default of Faiss, take twice the time for the same recall
+(`benchmarks/quality/index_training.py`)."""
 TUNE_QUERIES = 1000
 """Held-out chunks that are queries when `nprobe` is tuned."""
 

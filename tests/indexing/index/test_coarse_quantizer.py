@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 
 from indexing.index import coarse_quantizer
-from indexing.index.build import POINTS_PER_LIST, train
+from indexing.index.build import ITERATIONS, POINTS_PER_LIST, train
 from indexing.index.coarse_quantizer import shares, train_centroids, two_levels
 from indexing.index.faiss_files import ivf_of, read_index
 
@@ -25,7 +25,7 @@ def parameters() -> Any:
     import faiss
 
     chosen = faiss.ClusteringParameters()
-    chosen.niter, chosen.seed = 10, 0
+    chosen.niter, chosen.seed = ITERATIONS, 0
     chosen.max_points_per_centroid, chosen.min_points_per_centroid = POINTS_PER_LIST, 1
     return chosen
 
