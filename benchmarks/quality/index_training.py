@@ -59,7 +59,8 @@ def compared(datastore: Datastore, iterations: list[int], points: list[int], lim
             for nprobe in (8, 32, 128, 512):
                 found = rerank(queries, index.search(queries, _CANDIDATES, nprobe=nprobe), train.embeddings)[0][:, :_K]
                 row[f"recall, {nprobe} lists"] = recall(found, exact)
-            rows.append(row | {"imbalance": ivf_of(filled).invlists.imbalance_factor()})
+            ivf = ivf_of(filled)
+            rows.append(row | {"imbalance": 1.0 if ivf is None else ivf.invlists.imbalance_factor()})
         say(str(rows[-1]))
     return rows
 
