@@ -46,6 +46,7 @@ from pipelines.stages.generations import counts_of, intact_folders, stored_files
 from retro.checkpoints.any_model import for_tokens_of, load_scorer, open_model, tokenizer_settings
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.evaluation.datastore_size import (
+    SKIPPED_STAGES,
     Part,
     Window,
     WindowScores,
@@ -106,7 +107,7 @@ def built(folder: Path, corpus: CorpusSettings, held_out: Sequence[str], tokeniz
     left_out = tuple(f"{glob.escape(name)}/**" for name in held_out)
     config = Config(
         datastore=folder / "datastore",
-        skip_stages=("neighbors", "sparse", "votes"),  # copying from the whole datastore needs `suffixes` alone
+        skip_stages=SKIPPED_STAGES,
         corpus=replace(corpus, exclude=(*corpus.exclude, *left_out), split=(1, 0, 0)),
         tokenizer=tokenizer,
     )

@@ -141,8 +141,8 @@ def picture(curves: dict[str, SizeCurve]) -> Picture:
     for color, (name, curve) in enumerate(curves.items()):
         values, low, high = zip(*curve.changes, strict=True)
         slope = f": {curve.line.per_decade[0]:+.1f} points a decade" if curve.line else ""
-        beside = 1.05**color * curve.tokens  # intervals of two curves do not cover each other
-        lines[name + slope] = PlotLine(beside, values, color, intervals=(low, high))
+        shifted = 1.05**color * curve.tokens  # so that the intervals of two curves are side by side
+        lines[name + slope] = PlotLine(shifted, values, color, intervals=(low, high))
         if curve.line:
             lines[f"_{name}"] = fitted(curve.line, curve.tokens, color)  # not in the legend
     title = "Bits of held-out text, ON against OFF"

@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
+PASSAGES, PASSAGE_TOKENS = 4, 1024
+"""Defaults: number of passages for a question, and tokens of all of them."""
+
 
 def known_distances(distances: np.ndarray) -> list[float | None]:
     """Distances [n] float32 as plain values; None where there are no embeddings (NaN)."""

@@ -21,7 +21,7 @@ from indexing.retrieval.live_neighbors import LiveNeighbors
 from indexing.retrieval.lookup import Lookup
 from indexing.retrieval.passages import find_passages
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
-from indexing.retrieval.results import Passage, Results
+from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES, Passage, Results
 from indexing.retrieval.search import ChunkSearch
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet, check_searchable
@@ -91,9 +91,9 @@ class Retriever:
     def passages(
         self,
         question: str | Sequence[str],
-        k: int = 4,
+        k: int = PASSAGES,
         *,
-        tokens: int = 1024,
+        tokens: int = PASSAGE_TOKENS,
         retrieval: Retrieval | None = None,
         filters: Filters | None = None,
     ) -> list[Passage]:

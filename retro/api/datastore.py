@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexing.retrieval.queries import Retrieval
-from indexing.retrieval.results import Hit, Passage
+from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES, Hit, Passage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import SPLITS
 from indexing.store.datastore import Datastore as StoredDatastore
@@ -186,9 +186,9 @@ class Datastore:
     def passages(
         self,
         question: str,
-        k: int = 4,
+        k: int = PASSAGES,
         *,
-        tokens: int = 1024,
+        tokens: int = PASSAGE_TOKENS,
         retrieval: Retrieval | None = None,
         filters: Filters | None = None,
     ) -> list[Passage]:

@@ -24,6 +24,7 @@ from indexing.corpus.documents import Document
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.stages import SkippedStage
 from indexing.suffixes.order import LONGEST
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ from retro.copying.head import CopyHead
 from retro.copying.model import CopyingModel, mixed
 from retro.device import Placement
 
+SKIPPED_STAGES: tuple[SkippedStage, ...] = ("neighbors", "sparse", "votes")
+"""What a datastore does not need for these measurements: they copy from the whole datastore, by its sorted prefixes."""
 BANDS = (0, 2, 4, 8, 16, 32)
 """Lengths of the longest match before a token at which a band begins."""
 LONG_MATCH = 32

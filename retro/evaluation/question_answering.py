@@ -297,11 +297,12 @@ def _in_chat(
             write_prompt(template, *conversation, of_question, most)
             for conversation, of_question in zip(asked, passages, strict=True)
         ]
+        texts, documents = _texts_and_documents([prompt.passages for prompt in written])
         mode = ModePrompts(
             QuestionMode("chat", settings.prompt_passages, gold=gold),
             [prompt.tokens for prompt in written],
-            texts=[[passage.text for passage in prompt.passages] for prompt in written],
-            documents=[[passage.document_id for passage in prompt.passages] for prompt in written],
+            texts=texts,
+            documents=documents,
             ends=ends,
             inserted=[prompt.inserted for prompt in written],
         )
@@ -356,14 +357,19 @@ def _in_lines(
     prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m)
     nothing: list[list[Passage]] = [[] for _ in questions]
     for gold, ranked in (None, nothing), *(found.prompts.items() if found else ()):
-        texts = [[passage.text for passage in row] for row in ranked]
-        documents = [[passage.document_id for passage in row] for row in ranked]
+        texts, documents = _texts_and_documents(ranked)
         filled = [prompts.prompt(*pair) for pair in zip(questions, texts, strict=True)]
         count = 0 if gold is None else settings.prompt_passages
         for k in (0, settings.k) if settings.k and language_model.retriever is not None else (0,):
             mode = QuestionMode("lines", count, k, gold=bool(gold))
             is_closed = gold is None
             yield ModePrompts(mode, filled, k, None, None if is_closed else texts, None if is_closed else documents)
+
+
+def _texts_and_documents(passages: Sequence[Sequence[Passage]]) -> tuple[list[list[str]], list[list[str]]]:
+    """The texts of the passages in each prompt, and the ids of their documents."""
+    texts = [[passage.text for passage in row] for row in passages]
+    return texts, [[passage.document_id for passage in row] for row in passages]
 
 
 def _as_neighbors(

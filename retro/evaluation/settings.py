@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import NonNegativeInt, PositiveInt
 
 from indexing.retrieval.queries import Retrieval
+from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES
 from indexing.store.errors import InputError
 from indexing.store.settings import Fraction, PositiveFraction, Text, settings
 from retro.evaluation.sets import check_entries
@@ -76,9 +77,9 @@ class QaSettings:
     k: NonNegativeInt = 2
     """Neighbors of each chunk of a prompt with retrieval ON; 0 = do not measure ON. In a chat with passages, the
     neighbors are these passages."""
-    prompt_passages: NonNegativeInt = 4
+    prompt_passages: NonNegativeInt = PASSAGES
     """Passages in an open-book prompt, found for the question as in `retro serve` and `retro chat`."""
-    passage_tokens: PositiveInt = 1024
+    passage_tokens: PositiveInt = PASSAGE_TOKENS
     """Largest number of tokens of all passages in a prompt."""
     neighbor_passages: NonNegativeInt = 0
     """Passages found for the question that every chunk of the paper's prompt reads as neighbors (paper: 20), as in

@@ -240,6 +240,27 @@ def stored_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ChatTe
     return ChatTemplate(tokenizer, imported, option=_STORED) if imported else None
 
 
+def chosen_template(tokenizer: Tokenizer, settings: Mapping[str, Any], path: str) -> ChatTemplate | None:
+    """The template at a path, the option `chat_template`, or else the checkpoint's; None if it has none.
+
+    Args:
+        tokenizer: the model's.
+        settings: those of its checkpoint.
+        path: a Jinja file, or a folder of a tokenizer; empty: none.
+
+    Raises:
+        InputError: there is no template at the path, or it cannot write conversations.
+    """
+    if path:
+        option = f"chat_template = {path!r}"
+        template: ChatTemplate | None = ChatTemplate(tokenizer, read_template(path, "chat_template"), option=option)
+    else:
+        template = stored_template(tokenizer, settings)
+    if template is not None:
+        template.check()
+    return template
+
+
 def read_template(path: str, option: str = "finetune.template") -> str:
     """The Jinja template that an option names; empty if it is empty.
 

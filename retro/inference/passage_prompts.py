@@ -19,10 +19,10 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.language import Language, language_of
 from retro.inference.chat_template import ChatTemplate, Message
 
-PASSAGES, PASSAGE_TOKENS = 4, 1024
-"""Defaults: number of passages, and tokens of all of them."""
 ANSWER_TOKENS = 256
 """Tokens that passages leave for an answer without a limit of its own."""
+MOST_NEIGHBORS = 16
+"""Default: the largest number of neighbors that passages become."""
 
 _PROMPTS: dict[Language, str] = {
     "en": "Answer the question with the help of these passages.\n\n{passages}\n\nQuestion: {question}",
@@ -44,10 +44,6 @@ class PassagePrompt:
     tokens: np.ndarray
     passages: list[Passage]
     inserted: tuple[int, int] = (0, 0)
-
-
-MOST_NEIGHBORS = 16
-"""Default: the largest number of neighbors that passages become."""
 
 
 def queries_of(messages: Sequence[Message]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from indexing.retrieval.results import Passage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import DamagedFile, InputError
-from retro.inference.chat_template import ChatTemplate, read_template, stored_template
+from retro.inference.chat_template import ChatTemplate, chosen_template
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import GivenNeighbors, LanguageModel, Scores
 from retro.inference.scoring import Window
@@ -295,18 +295,11 @@ def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | N
         InputError: there is no template at the path, or it cannot write conversations. If the checkpoint's cannot, a
             warning is logged: the model still works for completions.
     """
-    if path:
-        template = ChatTemplate(
-            language_model.tokenizer, read_template(path, "chat_template"), option=f"chat_template = {path!r}"
-        )
-        template.check()
-        return template
     try:
-        stored = stored_template(language_model.tokenizer, language_model.checkpoint.settings)
-        if stored is not None:
-            stored.check()
-        return stored
+        return chosen_template(language_model.tokenizer, language_model.checkpoint.settings, path)
     except InputError as error:
+        if path:
+            raise
         log.warning(
             "/v1/chat/completions is not available: %s Another template can be given with --chat-template.", error
         )

@@ -22,7 +22,6 @@ from indexing.corpus.scan import list_files
 from indexing.progress import during
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
-from indexing.store.stages import SkippedStage
 from pipelines.cli.planning.sample import CorpusSample, draw_sample, with_text
 from pipelines.cli.results import ResultOptions, Table
 from pipelines.config import Config
@@ -161,10 +160,9 @@ def _built(options: PlanGainOptions, documents: Sequence[Document], work: Path) 
     from pipelines.executors.tasks import LocalExecutor
     from pipelines.stages.table import build
     from pipelines.terminal.stages import StagesView
+    from retro.evaluation.datastore_size import SKIPPED_STAGES
 
-    # Copying from the whole datastore needs `suffixes` alone.
-    skipped: tuple[SkippedStage, ...] = ("neighbors", "sparse", "votes")
-    plain = Config(skip_stages=skipped, tokenizer=options.tokenizer, chunks=options.chunks)
+    plain = Config(skip_stages=SKIPPED_STAGES, tokenizer=options.tokenizer, chunks=options.chunks)
     sampled = with_text(plain, [], documents, work / "sample")
     sampled = replace(sampled, corpus=replace(sampled.corpus, split=(1, 0, 0)))
     return build(sampled, LocalExecutor(options.executor), view=StagesView(quiet=True))
@@ -233,8 +231,8 @@ largest distance of a measured size from the line: {results["largest_distance"]:
 
 Measured on {results["tokens"]:,} tokens of {results["documents"]} held-out documents, with parts of the sample as the datastore.
 Rows beyond the sample are extrapolated: a line through three sizes, in the logarithm of the tokens. Intervals are over the
-documents only. This is no measurement of the corpus, and no estimate for text of another kind, for text added from another
-source, or for a model that is trained."""
+documents only. The corpus itself was not measured. Text of another kind, or of another source, can bring more or less, and so
+can a model that is trained."""
 
 
 def _words(change: "Interval") -> str:

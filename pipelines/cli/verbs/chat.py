@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
 from pipelines.cli.results import Format, print_result
@@ -48,9 +49,9 @@ class ChatOptions(GenerationSettings):
     have another tokenizer than the datastore; then it copies nothing."""
     question: str = ""
     """Answer this question and exit; empty: read questions from standard input."""
-    passages: Annotated[int, Field(ge=1, le=100)] = 4
+    passages: Annotated[int, Field(ge=1, le=100)] = PASSAGES
     """Largest number of passages in the prompt."""
-    passage_tokens: PositiveInt = 1024
+    passage_tokens: PositiveInt = PASSAGE_TOKENS
     """Largest number of tokens of all passages."""
     copy: bool = True
     """Also copy from the passages and from the datastore, if the model does. `--no-copy`: passages in the prompt only."""
@@ -183,23 +184,16 @@ class Conversation:
         Raises:
             InputError: it cannot be opened, or has no chat template.
         """
-        from retro.inference.chat_template import ChatTemplate, read_template, stored_template
+        from retro.inference.chat_template import chosen_template
 
         retriever.chunks.require(retriever.chunks.best)
         model = _open_model(retriever, options)
-        template = stored_template(model.tokenizer, model.checkpoint.settings)
-        if options.chat_template:
-            source, option = (
-                read_template(options.chat_template, "chat_template"),
-                f"chat_template = {options.chat_template!r}",
-            )
-            template = ChatTemplate(model.tokenizer, source, option=option)
+        template = chosen_template(model.tokenizer, model.checkpoint.settings, options.chat_template)
         if template is None:
             raise InputError(
                 f"{options.model} has no chat template, so it cannot answer questions. Name one with --chat-template, a Jinja file or "
                 f"the folder of a tokenizer, or continue a text: `retro generate {options.model} --prompt TEXT`."
             )
-        template.check()
         return cls(retriever, model, template, options)
 
     def ask(self, question: str) -> Turn:

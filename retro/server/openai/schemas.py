@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from retro.inference.passage_prompts import PASSAGE_TOKENS, PASSAGES
+from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES
 from retro.inference.quotes import Grounding
 from retro.inference.source_texts import Sources
 from retro.server.schemas import (

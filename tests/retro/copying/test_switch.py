@@ -143,7 +143,7 @@ def head_of(context_added: bool, log_odds: float) -> CopyHead:
 
 
 def text_losses(head: CopyHead, nats: Tensor, inputs: Inputs) -> Tensor:
-    """Losses [B, T - 1] of a text, of which the model alone has `nats` [B, T]."""
+    """Losses [B, T - 1] of a text with the switch; `nats` [B, T] are those of the model alone."""
     evidence = head.evidence(head.sources(inputs), inputs.following())
     vocabulary = TokenLosses(nats, -nats.clamp(max=0.5))
     if head.learns_trust(inputs):

@@ -50,7 +50,7 @@ def test_the_text_says_what_is_measured_and_what_the_estimate_is_not() -> None:
     assert any(row.startswith("30,000,000") and row.endswith("10 times the corpus") for row in rows)
     assert "10 times more text: -2.00 (-2.00 to -2.00) points" in text
     assert "extrapolated" in text
-    assert "no measurement of the corpus, and no estimate for text of another kind" in text
+    assert "The corpus itself was not measured. Text of another kind" in text
 
 
 def test_held_out_documents_are_not_in_the_sample_under_another_name() -> None:
