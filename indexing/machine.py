@@ -33,6 +33,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def allowed_threads() -> int:
+    """Threads of this process: those that its executor or the user gave it (`OMP_NUM_THREADS`), or one for each core."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else usable_cores()
+
+
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name as Linux knows it, or the kind of machine elsewhere."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

@@ -97,7 +97,7 @@ def text_stages(config: Config, datastore: Datastore, rounds: int, limit: Budget
     def chunk() -> None:
         with tempfile.TemporaryDirectory() as work:
             chunk_shard(
-                Path(work), pieces, config.corpus, config.chunks, datastore.folder / "tokenizer",
+                Path(work), pieces, config.corpus, config.chunks, tokenizer,
                 on_problem=lambda _: None, advance=lambda _: None,
             )  # fmt: skip
 

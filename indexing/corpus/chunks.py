@@ -18,7 +18,7 @@ from pydantic import Field
 
 from indexing.corpus.documents import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of, split_of_document
-from indexing.machine import map_ahead
+from indexing.machine import allowed_threads, map_ahead
 from indexing.progress import Advance
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
@@ -26,7 +26,7 @@ from indexing.store.files import NpyWriter
 from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import Tokenizer
 
-# Two batches are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding
+# Batches that are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding
 # the GIL. Text per batch and thread: small, so that all threads finish at about the same time.
 _AT_A_TIME = 2
 _BATCH_BYTES = 2**19
@@ -217,12 +217,17 @@ def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.nda
     return replace(batch, documents=documents), tokens
 
 
+def threads_of_a_batch() -> int:
+    """Threads that tokenize a batch of text, of those of this process."""
+    return max(1, allowed_threads() // _AT_A_TIME)
+
+
 def chunk_shard(
     work: Path,
     slices: list[FileSlice],
     corpus: CorpusSettings,
     settings: ChunkSettings,
-    tokenizer_folder: Path,
+    tokenizer: Tokenizer,
     *,
     on_problem: Callable[[CorpusProblem], None],
     advance: Advance,
@@ -235,7 +240,7 @@ def chunk_shard(
         slices: the documents of this shard, as ranges of records in files.
         corpus: how the files are read and which documents are held out.
         settings: how documents are cut.
-        tokenizer_folder: the datastore's `tokenizer/`.
+        tokenizer: of the datastore.
         on_problem: called with every problem in the data.
         advance: called with the bytes of text that are done, as the plan counts them.
         removed: [removed] int64, documents to leave out, counted from 0 in this shard.
@@ -243,14 +248,10 @@ def chunk_shard(
     Returns:
         for each split the number of documents, chunks, tokens (with bos and eos) and bytes of text.
     """
-    import torch
-
-    threads = max(1, torch.get_num_threads() // _AT_A_TIME)
-    tokenizer = Tokenizer.open(tokenizer_folder, threads)
     before = np.array([tokenizer.bos_id], dtype=tokenizer.dtype)
     after = np.array([tokenizer.eos_id], dtype=tokenizer.dtype)
     left_out = set() if removed is None else set(removed.tolist())
-    read = _read(slices, corpus, left_out, on_problem, threads * _BATCH_BYTES)
+    read = _read(slices, corpus, left_out, on_problem, threads_of_a_batch() * _BATCH_BYTES)
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
         for batch, encoded in map_ahead(lambda batch: _tokenized(batch, tokenizer), read, _AT_A_TIME):

@@ -3,13 +3,19 @@
 import base64
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from indexing.machine import allowed_threads
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
+from indexing.tokenization.byte_level import ByteLevelBPE, byte_level
 
 META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot distinguish the two
 
@@ -17,6 +23,11 @@ META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot di
 _BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte
+
+_MANY = 2**19  # characters that a process encodes before it makes tiktoken's tables, which takes as long
+
+Ids = list[int] | np.ndarray  # the tokens [t] of a text
+T = TypeVar("T")
 
 
 class SentencePiece:
@@ -42,8 +53,8 @@ class SentencePiece:
         if not adds_blank and all(map(self.processor.is_byte, byte_ids)):
             self.symbol_ids = byte_ids
 
-    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
-        encoded = self.processor.encode(texts, num_threads=num_threads)
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[Ids]:
+        encoded: list[Ids] = self.processor.encode(texts, num_threads=num_threads)
         for index, text in enumerate(texts):
             if self.symbol_ids and META_SYMBOL in text:
                 encoded[index] = list(self._around_symbols(text))
@@ -112,11 +123,24 @@ class HuggingFace:
         decoder = self.content.get("decoder") or {}
         self._decoders = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
         self._special = set(self.control_tokens().values())
+        self._characters = 0  # of all texts so far
 
-    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[Ids]:
+        self._characters += sum(map(len, texts))
+        if self._characters < _MANY or self._byte_level is None:
+            return self._encode(texts)
+        known = _on_threads(self._byte_level.encode, texts)
+        others = iter(self._encode([text for text, ids in zip(texts, known, strict=True) if ids is None]))
+        return [next(others) if ids is None else ids for ids in known]
+
+    def _encode(self, texts: list[str]) -> list[Ids]:
         with _library_errors(self.path):
             # Without the places of tokens in the text, in 0.65 of the time.
             return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @cached_property
+    def _byte_level(self) -> ByteLevelBPE | None:
+        return byte_level(self.content, self.tokenizer)
 
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
         texts: list[str] = self.tokenizer.decode_batch(ids, skip_special_tokens=True)
@@ -172,6 +196,14 @@ class HuggingFace:
                 size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
             sizes[token_id] = size
         return sizes
+
+
+def _on_threads(encode: Callable[[str], T], texts: list[str]) -> list[T]:
+    threads = allowed_threads()
+    if threads == 1 or len(texts) == 1:
+        return [encode(text) for text in texts]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(encode, texts))
 
 
 def _with_valid_bytes(tokens: Iterable[str]) -> Iterator[str]:

@@ -106,7 +106,7 @@ def write_metadata(folder: Path, kind: str, model: TokenizerBackend, special: Ma
     token_bytes = np.zeros(vocab_size, dtype=np.uint16)
     token_bytes[: len(sizes)] = sizes
     token_bytes[[pad, bos, eos]] = 0
-    encoded = model.encode_batch(list(_PROBES), 1)
+    encoded = [list(ids) for ids in model.encode_batch(list(_PROBES), 1)]
     lossless = model.decode_batch(encoded, 1) == list(_PROBES)
     # If a text token served as padding, decode would drop it.
     lossless = lossless and not any({pad, bos, eos} & set(ids) for ids in encoded)

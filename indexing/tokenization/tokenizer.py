@@ -90,7 +90,7 @@ class Tokenizer:
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self._model.encode_batch([_without_surrogates(text) for text in texts], self._num_threads)
-        return [np.fromiter(ids, dtype=self.dtype, count=len(ids)) for ids in encoded]
+        return [np.asarray(ids, dtype=self.dtype) for ids in encoded]
 
     def _encode_long(self, text: str) -> np.ndarray:
         return np.concatenate([*self.encode_blocks(text[i : i + PIECE] for i in range(0, len(text), PIECE))])
@@ -103,7 +103,9 @@ class Tokenizer:
         SentencePiece finds by sums in float32 that grow with the text.
         """
         cut = pieces(
-            map(_without_surrogates, as_texts(blocks)), lambda texts: self._model.encode_batch(texts, 1), PIECE
+            map(_without_surrogates, as_texts(blocks)),
+            lambda texts: [list(ids) for ids in self._model.encode_batch(texts, 1)],
+            PIECE,
         )
         while group := list(itertools.islice(cut, _PIECES_AT_A_TIME)):
             yield from self._encode(group)

@@ -12,8 +12,9 @@ from indexing.store.artifact import Artifacts, Recipe
 from indexing.store.datastore import shard_name
 from indexing.store.paths import path_of
 from indexing.store.sharded_array import open_array
+from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
-from pipelines.executors.tasks import Executor
+from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages import corpus, dedup
 from pipelines.stages.generations import corpus_folders, generations
 from pipelines.stages.shards import Shard, finished, prefixed, run_shards, shard_counts
@@ -64,7 +65,12 @@ def chunk_task(
     advance: Advance,
 ) -> dict[str, Any]:
     """Make one shard of chunks, without the documents that `removed` lists. The scan has already reported problems."""
-    left_out = open_array(removed) if removed else None
+    left_out, opened = open_array(removed) if removed else None, _tokenizer(tokenizer)
     return chunks.chunk_shard(
-        work, slices, reading, settings, tokenizer, on_problem=lambda _: None, advance=advance, removed=left_out
+        work, slices, reading, settings, opened, on_problem=lambda _: None, advance=advance, removed=left_out
     )
+
+
+@kept_for_stage
+def _tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.open(folder, chunks.threads_of_a_batch())

@@ -19,6 +19,7 @@ from indexing.corpus.scan import plan_shards, read_slice, scan_file, split_of, s
 from indexing.store.errors import InputError
 from indexing.tokenization import tokenizer as tokenizer_module
 from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 from indexing.tokenization.training import train_sentencepiece
 from tests.conftest import build_local, contents, tiny_config
 from tests.indexing.corpus.reading import only_file, read
@@ -114,7 +115,8 @@ def test_memory_does_not_grow_with_the_document(tmp_path: Path, small_blocks: Ca
         (slices,) = plan_shards([scan_file(only_file(path), corpus)], 2**20)
         tracemalloc.start()
         chunk_shard(
-            tmp_path / f"work-{size}", slices, corpus, ChunkSettings(chunk_length=16), tmp_path / "tokenizer",
+            tmp_path / f"work-{size}", slices, corpus, ChunkSettings(chunk_length=16),
+            Tokenizer.open(tmp_path / "tokenizer"),
             on_problem=print, advance=lambda count: None,
         )  # fmt: skip
         scan_file(only_file(path), corpus)

@@ -257,7 +257,7 @@ def test_tokens_read_from_a_datastore_equal_the_megatron_tokens(
             pieces,
             corpus,
             ChunkSettings(chunk_length=4),
-            tokenizer_folder,
+            tokenizer,
             on_problem=print,
             advance=lambda _: None,
         )
