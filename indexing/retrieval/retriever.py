@@ -96,6 +96,7 @@ class Retriever:
         tokens: int = PASSAGE_TOKENS,
         retrieval: Retrieval | None = None,
         filters: Filters | None = None,
+        least_match: float | None = None,
     ) -> list[Passage]:
         """Find passages to answer a question from, best first: chunks with their continuations, widened to consecutive
         chunks of their documents.
@@ -106,12 +107,16 @@ class Retriever:
             tokens: largest number of tokens of all passages, in tokens of the datastore. Passages are whole chunks.
             retrieval: how chunks are found; None = `hybrid`, or `sparse` for datastores without vectors.
             filters: column of the documents' metadata → the required value, or a list of accepted values.
+            least_match: how much of the question the best chunk must say, by terms, 0 to 1, or there are no passages; None = 0.25
+                (Chinese: 0.13); 0 = passages for every question. With embeddings of a transformer, all questions have some.
 
         Raises:
-            InputError: a text is empty, k or `tokens` is below 1, or see `search`.
+            InputError: a text is empty, k or `tokens` is below 1, `least_match` is not 0 to 1, or see `search`.
             DatastoreChanged: a datastore was built again since it was opened.
         """
-        return find_passages(self.chunks, question, k, tokens, retrieval=retrieval, filters=filters)
+        return find_passages(
+            self.chunks, question, k, tokens, retrieval=retrieval, filters=filters, least_match=least_match
+        )
 
     @property
     def embedder(self) -> Embedder:

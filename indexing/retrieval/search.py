@@ -17,6 +17,7 @@ from indexing.retrieval.dense import Dense, required
 from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval, query_texts
 from indexing.sparse.term_search import TermSearch
+from indexing.sparse.terms import query_terms
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 CANDIDATES = 64
 """Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins
 both."""
+_LONG_QUERY = 32  # terms
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ class ChunkSearch:
             dense = self._candidates(vectors, CANDIDATES, k, among)
             return Ranked.by_distance(dense.ids[:, :k], dense.distances[:, :k], dense.missing)
         return self._by_terms(query_texts(queries, self.tokenizer), vectors, k, retrieval, among)
+
+    def match(self, queries: Sequence[str], *, filters: Filters | None = None) -> np.ndarray:
+        """How much of each query the best chunk says, by terms: its BM25 [n] float32 as a share of the largest that a text
+        could have, 0 to 1. NaN where terms alone do not tell: without a sparse index, with an embedder that knows meanings,
+        and for long queries, of which no chunk says all."""
+        if not self.retrieval.has("sparse") or self._term_search.mean is not None:
+            return np.full(len(queries), np.nan, dtype=np.float32)
+        ranked = self.rank(queries, 1, filters=filters, retrieval="sparse")
+        long = [len(set(query_terms(query))) > _LONG_QUERY for query in queries]
+        return np.where(long, np.float32(np.nan), self._term_search.match(queries, ranked.scores[:, 0]))
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32,

@@ -77,6 +77,11 @@ class TermSearch:
         distances = unknown if vectors is None else distances_to(vectors, ids, self.retrieval)
         return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances
 
+    def match(self, texts: Sequence[str], scores: np.ndarray) -> np.ndarray:
+        """BM25 [n] of a chunk for each query as a share of the largest that a text could have; float32, 0 to 1."""
+        largest = np.array([self.index.largest(query_terms(text)) for text in as_texts(texts)], dtype=np.float32)
+        return np.maximum(scores, 0) / np.maximum(largest, 1e-6)
+
     def hybrid(
         self,
         texts: Sequence[str],

@@ -191,6 +191,7 @@ class Datastore:
         tokens: int = PASSAGE_TOKENS,
         retrieval: Retrieval | None = None,
         filters: Filters | None = None,
+        least_match: float | None = None,
     ) -> list[Passage]:
         """Find up to k passages of the split `train` to answer a question from, best first, for any model's prompt.
 
@@ -202,16 +203,20 @@ class Datastore:
             tokens: largest number of tokens of all passages, in tokens of the datastore.
             retrieval: `dense`, `sparse` or `hybrid`; None = `hybrid`, or `sparse` for datastores without vectors.
             filters: column of the documents' metadata → the required value, or a list of accepted values.
+            least_match: how much of the question the best chunk must say, by terms, 0 to 1, or there are no passages; None = 0.25
+                (Chinese: 0.13); 0 = passages for every question. With embeddings of a transformer, all questions have some.
 
         Returns:
             passages with `text`, `document_id`, `title`, `source`, `score` and their chunks.
 
         Raises:
-            InputError: the question is empty, k or `tokens` is below 1, a filter names an unknown column, or the stage
+            InputError: the question is empty, k or `tokens` is below 1, `least_match` is not 0 to 1, a filter names an unknown column, or the stage
                 of the search is not finished.
             DatastoreChanged: the datastore was built again since it was opened.
         """
-        return self._retriever.passages(question, k, tokens=tokens, retrieval=retrieval, filters=filters)
+        return self._retriever.passages(
+            question, k, tokens=tokens, retrieval=retrieval, filters=filters, least_match=least_match
+        )
 
     def embed(self, texts: Sequence[str] | Sequence[NDArray[np.integer]]) -> NDArray[np.float32]:
         """The vectors of texts, or of token ids [t] of each: [n, d], of unit length.

@@ -93,16 +93,21 @@ class StepVotes:
         sources = [source for source in self._head.known if source.switched and self._head.network(source) is not None]
         return [source for source in sources if source.name != DATASTORE.name or self._datastore is not None]
 
+    def earning(self, row: Row) -> np.ndarray:
+        """Places [n] int64 of a row's tokens whose following tokens earn trust: all but those before inserted tokens, and
+        the last one, which none follows."""
+        start, stop = (max(0, border - row.dropped * self._head.chunk_length - 1) for border in row.inserted)
+        places = np.arange(len(row.tokens) - 1)
+        return places[(places < start) | (places >= stop)]
+
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
-        """Trust in each expert after the tokens of a row, from the losses [1, t] of the tokens after them. Inserted
-        tokens earn none."""
+        """Trust in each expert after the tokens of a row, from the losses [1, t] of the tokens after them, as
+        far as these earn trust."""
         inputs = self._inputs_of(row)
         if not self._head.learns_trust(inputs):
             return self._head.switch.start
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
-        start, stop = (max(0, border - row.dropped * self._head.chunk_length - 1) for border in row.inserted)
-        # About the token after each one; none follows the last.
-        earns = torch.tensor([at for at in range(len(row.tokens) - 1) if not start <= at < stop], dtype=torch.int64)
+        earns = torch.from_numpy(self.earning(row))
         return tuple(self._head.trust_after(vocabulary, evidence, earns.to(evidence.device)).tolist())
 
     def copied_shares_of(self, row: Row, vocabulary: TokenLosses) -> Tensor:

@@ -220,6 +220,7 @@ def found_passages(
                         settings.prompt_passages,
                         settings.passage_tokens,
                         retrieval=way,
+                        least_match=0.0 if gold else settings.least_match,
                         documents_first=first.tolist() if gold else (),
                     )
                     found.prompts[gold].append(passages)

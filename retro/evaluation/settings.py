@@ -81,6 +81,9 @@ class QaSettings:
     """Passages in an open-book prompt, found for the question as in `retro serve` and `retro chat`."""
     passage_tokens: PositiveInt = PASSAGE_TOKENS
     """Largest number of tokens of all passages in a prompt."""
+    least_match: Fraction | None = None
+    """How much of a question the best passage must say, by terms, or its prompt has none; None: 0.25, for Chinese 0.13, as
+    in `retro chat`."""
     neighbor_passages: NonNegativeInt = 0
     """Passages found for the question that every chunk of the paper's prompt reads as neighbors (paper: 20), as in
     `retro finetune`; 0 = not measured."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.batch.loss import token_losses
+from retro.batch.loss import TokenLosses, token_losses
 from retro.copying.provenance import CopiedFrom
 from retro.copying.rows import RetrieveNeighbors, Row, WholeDatastore, find_neighbors
 from retro.copying.step_votes import StepVotes
@@ -218,9 +218,15 @@ class Decoder:
             return
         row.prompt = torch.cat((row.prompt, read)) if len(row.prompt) else read
         if not row.num_unread:
-            hidden, row.prompt = self.model.finish(row.prompt[: len(row.tokens)].float()), None
-            following = torch.from_numpy(np.append(row.tokens[1:], 0)).to(hidden.device)
-            vocabulary = token_losses(hidden[None], self.model.output_weight, following[None], self.output)
+            earns = torch.from_numpy(self.votes.earning(row)).to(read.device)  # of passages, no logits are needed
+            read, row.prompt = row.prompt[earns], None
+            following = torch.from_numpy(row.tokens[1:]).to(read.device)[earns]
+            vocabulary = TokenLosses(*(read.new_zeros(1, len(row.tokens), dtype=torch.float32) for _ in range(2)))
+            if len(earns):
+                hidden = self.model.finish(read.float())[None]
+                earned = token_losses(hidden, self.model.output_weight, following[None], self.output)
+                for values, part in zip(vocabulary, earned, strict=True):
+                    values[:, earns] = part
             row.trust = self.votes.trust(row, vocabulary)
 
     def read(self, rows: Sequence[Row]) -> Tensor:

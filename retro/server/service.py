@@ -49,10 +49,11 @@ class ScoreKey(NamedTuple):
 
 
 class PassageKey(NamedTuple):
-    """Everything except the conversation that its passages depend on: their number, and tokens of all."""
+    """Everything except the conversation that its passages depend on: see `find_passages`."""
 
     k: int
     tokens: int
+    least_match: float | None
 
 
 Sourced = tuple[GeneratedToken, Sources | None]
@@ -276,7 +277,7 @@ def _passages_with(
     retriever: Retriever,
 ) -> Callable[[PassageKey, list[tuple[str, ...]]], list[list[Passage]]]:
     return lambda key, conversations: [
-        retriever.passages(queries, key.k, tokens=key.tokens) for queries in conversations
+        retriever.passages(queries, key.k, tokens=key.tokens, least_match=key.least_match) for queries in conversations
     ]
 
 

@@ -200,7 +200,8 @@ async def _with_passages(
         raise InvalidRequest(str(error), param="messages") from error
     wanted = request.max_completion_tokens or request.max_tokens or ANSWER_TOKENS
     most = room_for_prompt(service.model().context, wanted)
-    key = PassageKey(request.retrieval.passages, min(request.retrieval.tokens, most - len(plain)))
+    tokens = min(request.retrieval.tokens, most - len(plain))
+    key = PassageKey(request.retrieval.passages, tokens, request.retrieval.least_match)
     if key.tokens < 1:
         return PassagePrompt(plain, [])
     (passages,) = await service.passages(key, [queries])

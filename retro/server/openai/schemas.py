@@ -212,6 +212,11 @@ class PassageRequest(LenientRequest):
         PASSAGE_TOKENS,
         description="Largest number of tokens of all passages. Fewer are taken where the context is smaller.",
     )
+    least_match: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="How much of the question the best passage must say, by terms, or there are no passages. Null: 0.25, for Chinese 0.13; "
+        "0: passages for every question.",
+    )
     copies: bool = Field(
         True,
         alias="copy",

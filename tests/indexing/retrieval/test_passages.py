@@ -1,12 +1,13 @@
 """Passages are whole chunks around the best hits, never twice, never of two documents, and within their budget."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from indexing.retrieval.passages import find_passages
+from indexing.retrieval.passages import LEAST_MATCH, find_passages
 from indexing.retrieval.results import Passage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, delete_documents
@@ -68,6 +69,36 @@ def test_sparse_is_used_without_vectors_and_may_find_nothing(tiny_datastore: Dat
     assert bare.passages("zzz unheard") == []
 
 
+UNKNOWN = "when did quxzot meet plorfin near title 42?"
+
+
+def test_a_question_of_which_the_datastore_knows_little_has_no_passages(retriever: Retriever) -> None:
+    (match,) = retriever.chunks.match([UNKNOWN])
+    assert 0 < match < LEAST_MATCH["en"] < retriever.chunks.match(["title 42"])[0] <= 1
+    assert retriever.passages(UNKNOWN) == []
+    assert retriever.passages(UNKNOWN, least_match=0)[0].title == "Title 42"
+    assert retriever.passages(UNKNOWN, least_match=match)[0].title == "Title 42"
+    assert retriever.passages(UNKNOWN, retrieval="dense") == []  # terms decide, whatever finds the passages
+    assert retriever.passages([UNKNOWN, "title 7"], 4) == retriever.passages(["title 7"], 4)  # each query for itself
+
+
+def test_terms_do_not_decide_on_long_questions_and_with_embeddings_that_know_meanings(
+    retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = " ".join(f"quxzot{number}" for number in range(40)) + " title 42"
+    assert np.isnan(retriever.chunks.match([long, "title 42"])).tolist() == [True, False]
+    assert retriever.passages(long)[0].title == "Title 42"
+    mean = np.zeros(2, np.float32)  # only a transformer's embeddings have one
+    monkeypatch.setitem(vars(retriever.chunks), "_term_search", replace(retriever.chunks._term_search, mean=mean))
+    assert np.isnan(retriever.chunks.match([UNKNOWN])).all()
+
+
+def test_the_match_is_among_the_documents_that_filters_leave(retriever: Retriever) -> None:
+    (everywhere,) = retriever.chunks.match(["title 42"])
+    (elsewhere,) = retriever.chunks.match(["title 42"], filters={"title": "Title 7"})
+    assert elsewhere < everywhere
+
+
 def test_named_documents_come_first_from_their_beginning(retriever: Retriever) -> None:
     found = find_passages(retriever.chunks, "title 42", 2, 200, documents_first=[5])
     assert found[0].title == retriever.retrieval.own.metadata([5])[0]["title"]
@@ -88,6 +119,7 @@ def test_deleted_documents_are_no_passages_of_an_open_retriever(tiny_datastore: 
     [
         ("why?", {"k": 0}, "k = 0: must be at least 1"),
         ("why?", {"tokens": 0}, "tokens = 0: must be at least 1"),
+        ("why?", {"least_match": 1.5}, "least_match = 1.5: accepted are 0 to 1"),
         (" ", {}, "the text to search for is empty"),
         ("why?", {"filters": {"nope": 1}}, "nope"),
         ("why?", {"retrieval": "other"}, "retrieval = 'other'"),

@@ -58,7 +58,7 @@ const answerMark = ({ text: [start, stop], passage, words }, key, index) => ({ s
 
 /** The passages with the words that the answer has from them; those that it has words from are open. */
 function listed(passages, quotes, key) {
-  if (!passages.length) return [element("p", { class: "label" }, "No passage was found, or none fits into the prompt.")];
+  if (!passages.length) return [element("p", { class: "label" }, "No passage fits the question, or none fits into the prompt.")];
   const numbered = quotes.map((quote, index) => ({ ...quote, key: `${key}.${index}` }));
   const cards = passages.map((passage) => passageFold(passage, numbered.filter((quote) => quote.passage === passage.number)));
   return [element("h3", {}, "Passages"), ...cards];
