@@ -156,11 +156,11 @@ def _exhaust(generate: Callable[..., Iterator[Any]], *arguments: Any, **named: A
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Print the table of docs/results/question-answering.md."""
     say(
-        "| set | mode | exact match | F1 | change of F1 | hit | verbatim | without an answer: verbatim | have passages |"
+        "| set | mode | contains the answer | exact match | F1 | change of F1 | hit | verbatim | without an answer: verbatim | have passages |"
     )
-    say("|---|---|---|---|---|---|---|---|---|")
+    say("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        numbers = [f"{100 * row['exact_match']:.1f}", f"{100 * row['f1']:.1f}"]
+        numbers = [f"{100 * row[name]:.1f}" for name in ("contains", "exact_match", "f1")]
         numbers.append(
             f"{100 * row['f1_gain']:+.1f} ({100 * row['f1_gain_low']:.1f} to {100 * row['f1_gain_high']:.1f})"
         )

@@ -1,4 +1,5 @@
-"""Exact match and F1 of answers in English and Chinese, as the benchmarks' own scripts define them.
+"""Exact match and F1 of answers in English and Chinese, as the benchmarks' own scripts define them, and whether an
+answer contains a right one.
 
     answer, right answers → normalized → equal? (exact match)   shared words or characters → precision, recall (F1)
 
@@ -40,6 +41,20 @@ def exact_match(answer: str, right: Sequence[str], language: Language) -> float:
     """
     normalize = _normalized_english if language == "en" else _normalized_chinese
     return _best(lambda reference: float(normalize(answer) == normalize(reference)), right)
+
+
+def contains(answer: str, right: Sequence[str], language: Language) -> float:
+    """Return 1 if a right answer is in the answer, as whole words of the normalized text (Chinese: as characters), else 0:
+    for models that answer in sentences.
+
+    Raises:
+        InputError: `right` is empty.
+    """
+    if language == "zh":
+        given = _normalized_chinese(answer)
+        return _best(lambda reference: float(_normalized_chinese(reference) in given), right)
+    given = f" {_normalized_english(answer)} "
+    return _best(lambda reference: float(f" {_normalized_english(reference)} " in given), right)
 
 
 def f1(answer: str, right: Sequence[str], language: Language) -> float:

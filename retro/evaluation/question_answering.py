@@ -30,7 +30,7 @@ from indexing.tokenization.language import Language, language_of
 from indexing.tokenization.texts import as_texts
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_journal import AnswerJournal
-from retro.evaluation.answer_metrics import exact_match, f1, is_refusal, mean_with_interval
+from retro.evaluation.answer_metrics import contains, exact_match, f1, is_refusal, mean_with_interval
 from retro.evaluation.neighbor_prompts import NeighborPassage, QuestionFormat, find_neighbor_passages
 from retro.evaluation.question_sets import Question
 from retro.evaluation.retrieval_metrics import right_documents
@@ -409,7 +409,7 @@ class Answered:
     Attributes:
         mode: how the questions were asked.
         answers: [n] texts.
-        exact_match, f1: float64 of each question that has an answer, in order.
+        exact_match, f1, contains: float64 of each question that has an answer, in order.
         unanswerable: bool [n].
         refused: bool [n], answers that say that they do not know.
         verbatim: bool [n], answers that occur in a passage word for word; None: no passages.
@@ -423,6 +423,7 @@ class Answered:
     answers: list[str]
     exact_match: np.ndarray = field(repr=False)
     f1: np.ndarray = field(repr=False)
+    contains: np.ndarray = field(repr=False)
     unanswerable: np.ndarray = field(repr=False)
     refused: np.ndarray = field(repr=False)
     verbatim: np.ndarray | None = field(default=None, repr=False)
@@ -433,7 +434,7 @@ class Answered:
         """Means, with the range of 95% of bootstraps over questions; `_gain` is the difference to the answers without
         passages and retrieval, question by question."""
         row: dict[str, Any] = {"mode": self.mode.name, **asdict(self.mode), "questions": len(self.f1)}
-        for name in ("exact_match", "f1"):
+        for name in ("exact_match", "f1", "contains"):
             values = getattr(self, name)
             pairs = {name: values, f"{name}_gain": values - getattr(closed, name)}
             for key, each in pairs.items() if len(values) else ():
@@ -508,6 +509,7 @@ def _scored(prepared: ModePrompts, answers: list[str], questions: Sequence[Quest
         answers=answers,
         exact_match=np.array([exact_match(*pair, language) for pair in pairs]),
         f1=np.array([f1(*pair, language) for pair in pairs]),
+        contains=np.array([contains(*pair, language) for pair in pairs]),
         unanswerable=np.array([question.unanswerable for question in questions]),
         refused=np.array([is_refusal(text) for text in answers]),
         verbatim=verbatim,

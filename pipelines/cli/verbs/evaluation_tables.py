@@ -230,7 +230,7 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "unanswerable: refused": "unanswerable_refused",
     }
     shown = {title: key for title, key in shares.items() if any(row[key] is not None for row in rows)}
-    scores = ["exact_match", "f1", "f1_gain"] if rows[0]["questions"] else []
+    scores = ["exact_match", "f1", "contains", "f1_gain"] if rows[0]["questions"] else []
     cells = []
     for row in rows:
         figures = [
@@ -240,7 +240,7 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         parts = ["–" if row[key] is None else f"{100 * row[key]:.1f}" for key in shown.values()]
         counts = [f"{row[name]:,}" for name in ("questions", "unanswerable") if rows[0][name]]
         cells.append([row["mode"], *figures, *parts, *counts])
-    titles = {"exact_match": "exact match", "f1": "F1", "f1_gain": "F1 against closed book"}
+    titles = {"exact_match": "exact match", "f1": "F1", "contains": "contains the answer", "f1_gain": "F1 against closed book"}
     counted = [name for name in ("questions", "unanswerable") if rows[0][name]]
     return Table(["mode", *map(titles.__getitem__, scores), *shown, *counted], cells)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from indexing.store.errors import InputError
-from retro.evaluation.answer_metrics import exact_match, f1, is_refusal, mean_with_interval
+from indexing.tokenization.language import Language
+from retro.evaluation.answer_metrics import contains, exact_match, f1, is_refusal, mean_with_interval
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_chinese_f1_counts_the_longest_common_run(answer, right, value) -> None:
 
 
 def test_a_question_without_answers_is_rejected() -> None:
-    for measure in (exact_match, f1):
+    for measure in (exact_match, f1, contains):
         with pytest.raises(InputError, match="no answers"):
             measure("x", [], "en")
 
@@ -109,3 +110,20 @@ def test_a_string_is_one_right_answer() -> None:
 )
 def test_refusals_are_recognized_by_their_words(answer: str, refused: bool) -> None:
     assert is_refusal(answer) == refused
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "language", "found"),
+    [
+        ("The tower was built by Gustave Eiffel, in 1889.", ["gustave eiffel"], "en", 1),
+        ("It was built in 1889.", ["1788", "in the 1889"], "en", 1),  # articles do not count
+        ("It was built in 18890.", ["1889"], "en", 0),  # whole words
+        ("", ["1889"], "en", 0),
+        ("该塔由古斯塔夫·埃菲尔设计。", ["古斯塔夫埃菲尔"], "zh", 1),
+        ("该塔由别人设计。", ["埃菲尔"], "zh", 0),
+    ],
+)
+def test_an_answer_in_a_sentence_contains_a_right_one(
+    answer: str, right: list[str], language: Language, found: float
+) -> None:
+    assert contains(answer, right, language) == found

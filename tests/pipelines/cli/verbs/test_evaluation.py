@@ -342,8 +342,8 @@ def test_a_baseline_or_k_0_answers_closed_book(
 def test_scores_are_means_over_questions_with_confidence_intervals() -> None:
     no = np.zeros(4, dtype=bool)
     answers, right = ["a", "b", "c", "d"], np.array([1.0, 0, 0, 0])
-    closed = Answered(QuestionMode(), answers, right, np.array([1.0, 0.25, 0, 0]), no, no)
-    row = Answered(QuestionMode(k=2), answers, right, np.array([1.0, 0.5, 0, 0]), no, no).as_json(0, closed)
+    closed = Answered(QuestionMode(), answers, right, np.array([1.0, 0.25, 0, 0]), right, no, no)
+    row = Answered(QuestionMode(k=2), answers, right, np.array([1.0, 0.5, 0, 0]), right, no, no).as_json(0, closed)
     assert (row["mode"], row["exact_match"], row["f1"], row["questions"]) == ("ON k=2", 0.25, 0.375, 4)
     assert row["f1_low"] <= row["f1"] <= row["f1_high"]
     # The gain is paired: three questions have the same score in both modes.
