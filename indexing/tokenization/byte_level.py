@@ -124,8 +124,11 @@ def _ids_by_rank(model: Mapping[str, Any], tokenizer: Any, added: set[str]) -> d
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         merged.append(first + second)
     missing = {byte for character, byte in alphabet.items() if byte > 127 and character not in vocabulary}
-    if len(set(merged)) < len(merged) or not missing <= _UNUSED_BYTES:
-        return None  # a token of two merges, or characters that the model does not know
+    foreign = set().union(*merged) - alphabet.keys()
+    if len(set(merged)) < len(merged) or foreign or not missing <= _UNUSED_BYTES:
+        return (
+            None  # a token of two merges, of characters that stand for no byte, or texts that the model does not know
+        )
     ids = dict[bytes, int]()
     for token in [*alphabet, *merged]:
         if token in vocabulary and [piece.id for piece in tokenizer.model.tokenize(token)] == [vocabulary[token]]:

@@ -9,6 +9,7 @@ Nothing is trained and no device is used. docs/results/speed.md compares the fig
 
 import itertools
 import statistics
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -18,6 +19,9 @@ from pydantic import Field, PositiveInt
 from indexing.store.errors import InputError
 from indexing.store.schemas import parsed
 from indexing.store.settings import Fraction, Size, settings, size_bytes
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.metadata import read_meta
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.results import ResultOptions
 from pipelines.config import Config
 from pipelines.terminal.output import aligned
@@ -129,6 +133,19 @@ def plan_train(options: PlanTrainOptions) -> int:
 # ------------------------------------------------------------------------------------------------------------ planning
 
 
+def vocabulary(settings: TokenizerSettings) -> int:
+    """Tokens of a model's vocabulary: those of the tokenizer at `tokenizer.path`, or those that a trained one has at most.
+
+    Raises:
+        InputError: the tokenizer cannot be read.
+    """
+    if settings.is_trained or not Path(settings.path).expanduser().exists():
+        return settings.vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        install_tokenizer(settings, Path(folder))
+        return read_meta(Path(folder)).vocab_size
+
+
 def plan_training(options: PlanTrainOptions) -> TrainPlan:
     """Plan a run.
 
@@ -144,8 +161,8 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
 
     start = options.train.init_from if options.model.preset == "base" else ""
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
-    vocab_size, chunk_length = options.tokenizer.vocab_size, options.chunks.chunk_length
-    model = replace(model, vocab_size=model.vocab_size or vocab_size, chunk_length=model.chunk_length or chunk_length)
+    vocab_size, chunk_length = model.vocab_size or vocabulary(options.tokenizer), options.chunks.chunk_length
+    model = replace(model, vocab_size=vocab_size, chunk_length=model.chunk_length or chunk_length)
     data, train = options.data, options.train.for_model(options.model.preset)
     if data.sequence_length % model.chunk_length:
         raise InputError(

@@ -240,7 +240,12 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         parts = ["–" if row[key] is None else f"{100 * row[key]:.1f}" for key in shown.values()]
         counts = [f"{row[name]:,}" for name in ("questions", "unanswerable") if rows[0][name]]
         cells.append([row["mode"], *figures, *parts, *counts])
-    titles = {"exact_match": "exact match", "f1": "F1", "contains": "contains the answer", "f1_gain": "F1 against closed book"}
+    titles = {
+        "exact_match": "exact match",
+        "f1": "F1",
+        "contains": "contains the answer",
+        "f1_gain": "F1 against closed book",
+    }
     counted = [name for name in ("questions", "unanswerable") if rows[0][name]]
     return Table(["mode", *map(titles.__getitem__, scores), *shown, *counted], cells)
 

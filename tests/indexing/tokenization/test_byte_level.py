@@ -164,6 +164,7 @@ def test_models_that_tiktoken_would_read_differently_are_refused():
     cases = [
         changed(unk_token="<|end|>"),
         changed(merges=[*plain["model"]["merges"], *other, [first, second]]),  # one token of two merges
+        changed(vocab={**plain["model"]["vocab"], "a中": 5000, "中": 5001}, merges=[["a", "中"]]),  # not bytes
         plain | {"normalizer": {"type": "Lowercase"}},
         plain | {"pre_tokenizer": {"type": "Whitespace"}},
         plain

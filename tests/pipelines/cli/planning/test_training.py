@@ -10,6 +10,7 @@ import pytest
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main
 from pipelines.cli.planning.training import (
     PlanTrainOptions,
@@ -18,6 +19,7 @@ from pipelines.cli.planning.training import (
     measured_flops,
     plan_training,
     tables,
+    vocabulary,
 )
 from pipelines.cli.settings.load import load
 from pipelines.cli.settings.toml_file import to_toml
@@ -26,6 +28,7 @@ from retro.data.settings import DataSettings
 from retro.estimates.flops import forward_flops
 from retro.model_settings import ModelSettings, RetrievalSettings, updated
 from tests.conftest import tiny_config
+from tests.indexing.tokenization.models import byte_level
 
 SMALL = ["--model.preset", "tiny", "--data.sequence-length", "128", "--tokenizer.vocab-size", "500"]
 
@@ -179,3 +182,11 @@ def test_run_without_logged_speed_is_refused(measured_run: Path, capsys) -> None
     (measured_run / "metrics.jsonl").write_text('{"step": 1, "tokens": 100}\n')
     assert main(["plan", "train", *SMALL, "--measured", str(measured_run)]) == 2
     assert "tokens_per_second" in capsys.readouterr().err
+
+
+def test_the_vocabulary_is_that_of_an_existing_tokenizer(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path / "tokenizer")
+    existing = vocabulary(TokenizerSettings(kind="huggingface", path=str(folder)))
+    assert existing == 402  # 400 of the model, with its token that ends a text; a token for padding and one more
+    assert vocabulary(TokenizerSettings(vocab_size=5000)) == 5000
+    assert vocabulary(TokenizerSettings(kind="huggingface", path="not-here-yet", vocab_size=700)) == 700
