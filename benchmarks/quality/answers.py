@@ -6,6 +6,7 @@ MODEL is a file of `retro add-retrieval` that copies from the whole datastore. D
 `benchmarks.quality.passage_retrieval`. Of each set, random questions are asked in three modes: closed book, passages in
 the prompt, passages and copying, and once more with the right passage first. Among them are questions of another set in
 the same language, which the datastore does not answer. Datastores are built in FOLDER, and a stopped run goes on there.
+Without `--model` only the share of both that get passages is measured.
 
 `--first-token` measures the time to the first token of an answer with passages against the model's own time for the same
 prompt, in turn.
@@ -87,20 +88,22 @@ def measure_set(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
         prompt_passages=options.passages,
         passage_tokens=options.passage_tokens,
         least_match=options.least_match,
-        gold=True,
+        gold=options.model is not None,
     )
     drawn = draw(options.data, name, options.shots, options.questions, options.foreign)
     shots, questions = select(drawn, settings, passages)
     language = language_for(questions, settings)
-    model = LanguageModel.open(options.model, retriever)
     found = found_passages(retriever, questions, settings)
+    given = np.array([bool(row) for row in found.prompts[False]])
+    foreign = np.array([each.unanswerable for each in questions])
+    kept = {"kept": float(given[~foreign].mean()), "kept_foreign": float(given[foreign].mean())}
+    if options.model is None:
+        return [{"set": name, **kept}]
+    model = LanguageModel.open(options.model, retriever)
     modes = all_modes(model, questions, settings, language=language, shots=shots, found=found)
     identity = {"set": name, **vars(settings), "drawn": [each.id for each in drawn]}
     journal = AnswerJournal(options.output / f"{name}.jsonl", json.loads(json.dumps(identity)))
     answered = measure_answers(model, asked_modes(modes), questions, settings, language, journal)
-    given = np.array([bool(row) for row in found.prompts[False]])
-    unanswerable = np.array([each.unanswerable for each in questions])
-    kept = {"kept": float(given[~unanswerable].mean()), "kept_foreign": float(given[unanswerable].mean())}
     return [{"set": name} | kept | row.as_json(0, answered[0]) | _paired(row, answered) for row in answered]
 
 
@@ -174,7 +177,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--model", type=Path, required=True, help="file of retro add-retrieval")
+    parser.add_argument("--model", type=Path, help="file of retro add-retrieval")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the model's tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="folder for datastores, answers and results")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["squad_v11_dev"])
@@ -194,7 +197,12 @@ def main() -> None:
         say("\n".join(f"{row['set']}: first token {row['first_token']:.2f} times the model's own" for row in rows))
     else:
         rows = [row for name in budget(options).each(options.sets, "set") for row in measure_set(options, name)]
-        print_rows(rows)
+        for row in rows if options.model is None else ():
+            say(
+                f"{row['set']}: {100 * row['kept']:.1f}% of its questions get passages, {100 * row['kept_foreign']:.1f}% of foreign ones"
+            )
+        if options.model:
+            print_rows(rows)
     write(options.output / ("first_token.json" if options.first_token else "answers.json"), {"rows": rows})
 
 

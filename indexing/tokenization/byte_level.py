@@ -57,9 +57,7 @@ class ByteLevelBPE:
             ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ):  # the pattern runs out of its stack in very long runs, in older versions as a panic of Rust
+        except BaseException:  # in very long runs the pattern runs out of its stack; once this was a panic of Rust
             return None
         return self.ids[ranks]
 
@@ -126,9 +124,7 @@ def _ids_by_rank(model: Mapping[str, Any], tokenizer: Any, added: set[str]) -> d
     missing = {byte for character, byte in alphabet.items() if byte > 127 and character not in vocabulary}
     foreign = set().union(*merged) - alphabet.keys()
     if len(set(merged)) < len(merged) or foreign or not missing <= _UNUSED_BYTES:
-        return (
-            None  # a token of two merges, of characters that stand for no byte, or texts that the model does not know
-        )
+        return None  # a token of two merges, characters that stand for no byte, or bytes that are no token
     ids = dict[bytes, int]()
     for token in [*alphabet, *merged]:
         if token in vocabulary and [piece.id for piece in tokenizer.model.tokenize(token)] == [vocabulary[token]]:

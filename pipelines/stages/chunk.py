@@ -25,7 +25,7 @@ def run_chunk(config: Config, executor: Executor) -> Artifacts:
     """Corpus → tokenizer → chunks."""
     folder = config.datastore
     plan = corpus.prepare(config, executor)
-    make_tokenizer(config)
+    make_tokenizer(config, executor)
     removal = dedup.prepare(config, executor)
     settings = prefixed("chunks", config.chunks) | {"corpus.split": config.corpus.split}
     inputs = {"tokenizer": finished(folder, "tokenizer")}

@@ -14,6 +14,8 @@ from indexing.store.files import checksum
 from indexing.tokenization.installation import install_tokenizer
 from indexing.tokenization.training import train_sentencepiece
 from pipelines.config import Config
+from pipelines.executors.process_pool import PoolExecutor
+from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import plan_of
 from pipelines.stages.shards import finished, prefixed
 from pipelines.terminal.progress import progress
@@ -29,7 +31,7 @@ def require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
         )
 
 
-def make_tokenizer(config: Config) -> None:
+def make_tokenizer(config: Config, executor: Executor) -> None:
     """Train the tokenizer on a sample of the training documents, or copy the one at `tokenizer.path`."""
     folder, settings = config.datastore, config.tokenizer
     values = prefixed("tokenizer", settings)
@@ -44,6 +46,8 @@ def make_tokenizer(config: Config) -> None:
     with create(folder / "tokenizer", recipe) as (work, _):
         if settings.is_trained:
             total = read_manifest(folder / "corpus")["counts"]["bytes"]
+            if isinstance(executor, PoolExecutor):  # training takes one core
+                executor.expect(total)
             with progress("tokenizer", total=total, unit="bytes") as advance:
                 train_sentencepiece(_training_texts(config, advance), settings, work)
         else:

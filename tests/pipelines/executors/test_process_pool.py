@@ -73,6 +73,20 @@ def test_workers_stay_for_later_stages_and_end_with_the_executor() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in first)
 
 
+def test_workers_that_are_expected_start_before_there_is_a_task() -> None:
+    executor = PoolExecutor(ExecutorSettings(workers=2))
+    executor.expect(2**20)
+    assert not executor.pool.workers
+    executor.expect(2**30)
+    executor.expect(2**30)
+    pids = {worker.process.pid for worker in executor.pool.workers}
+    assert len(pids) == 2
+    assert {pid for _, pid in executor.map("chunk", work.square, tasks(6), lambda _: None)} == pids
+    alone = PoolExecutor(ExecutorSettings(workers=1))
+    alone.expect(2**30)
+    assert not alone.pool.workers
+
+
 @pytest.mark.parametrize(("count", "workers"), [(1, 3), (6, 1)])
 def test_one_task_or_one_worker_stays_in_this_process(count: int, workers: int) -> None:
     assert {pid for _, pid in run(work.square, tasks(count), workers)[0]} == {os.getpid()}
