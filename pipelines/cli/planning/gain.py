@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 FRACTIONS = (1 / 9, 1 / 3, 1.0)
 """Of the documents of the sample: three sizes."""
 _LEAST_BYTES = 6  # of a held-out document for each token of a window, at least: about two windows
+_MOST_DISTANCE = 1 / 3  # from the line, of what it promises of more text
 _MOST_HELD_OUT = 0.2  # of the bytes of the sample
 
 
@@ -227,12 +228,21 @@ def text_of(results: Mapping[str, Any]) -> str:
 
 {times} times more text: {_words(results["more_text"])} points
 windows without a match of {LONG_MATCH} tokens, {short["documents"]} of {results["documents"]}{points}
-largest distance of a measured size from the line: {results["largest_distance"]:.2f} points
+largest distance of a measured size from the line: {results["largest_distance"]:.2f} points{_fit(results)}
 
 Measured on {results["tokens"]:,} tokens of {results["documents"]} held-out documents, with parts of the sample as the datastore.
 Rows beyond the sample are extrapolated: a line through three sizes, in the logarithm of the tokens. Intervals are over the
 documents only. The corpus itself was not measured. Text of another kind, or of another source, can bring more or less, and so
 can a model that is trained."""
+
+
+def _fit(results: Mapping[str, Any]) -> str:
+    """A warning if the measured sizes are not on a line."""
+    if results["largest_distance"] <= _MOST_DISTANCE * abs(results["more_text"][0]):
+        return ""
+    return """
+This is much beside what the line promises: **the rows beyond the sample are a guess.** A larger sample (--sample-bytes) and more
+documents (--documents) tell more. A model that has hardly learned can gain without any line."""
 
 
 def _words(change: "Interval") -> str:

@@ -53,6 +53,16 @@ def test_the_text_says_what_is_measured_and_what_the_estimate_is_not() -> None:
     assert "The corpus itself was not measured. Text of another kind" in text
 
 
+def test_sizes_that_are_not_on_a_line_are_no_promise() -> None:
+    crooked = scores()
+    for window in crooked:
+        window.nats[2] = window.nats[1] * 0.92  # -9% between -1% and -5%
+    text = text_of(estimate(PARTS, crooked, 3e6, 10))
+    assert "the rows beyond the sample are a guess" in text
+    assert "--sample-bytes" in text
+    assert "a guess" not in text_of(estimate(PARTS, scores(), 3e6, 10))
+
+
 def test_held_out_documents_are_not_in_the_sample_under_another_name() -> None:
     documents = [Document(str(number), f"{number} text " * 300, {}, number) for number in range(40)]
     copies = [replace(document, id=f"copy of {document.id}") for document in documents[:10]]
