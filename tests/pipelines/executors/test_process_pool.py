@@ -4,11 +4,13 @@ import contextlib
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -267,7 +269,7 @@ sys.exit(main(["index", sys.argv[1], "--executor.workers", "2"]))
 """
 
 
-KILLS = 12
+KILLS = int(os.environ.get("RETRO_KILLS", "12"))  # RETRO_KILLS=300 pytest -s -m slow -k killed: the kills in each stage
 
 
 def processes_of(mark: str) -> list[int]:
@@ -290,19 +292,22 @@ def test_a_build_whose_processes_are_killed_has_the_same_bytes_and_leaves_none(
     file, mark, draw, kills = tmp_path / "config.toml", f"MARK={tmp_path}", random.Random(0), 0
     file.write_text(to_toml(config))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MARK": str(tmp_path)}
-    finished = False
+    finished, log, stages = False, tmp_path / "log", Counter[str]()
     while kills < KILLS or not finished:
         if finished:
             shutil.rmtree(config.datastore)
-        parent = subprocess.Popen([sys.executable, "-c", BUILD, file], env=environment, stderr=subprocess.DEVNULL)
+        with open(log, "w") as errors:
+            parent = subprocess.Popen([sys.executable, "-c", BUILD, file], env=environment, stderr=errors)
         while parent.poll() is None:
             workers = [pid for pid in processes_of(mark) if pid != parent.pid]
             if kills < KILLS and workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(parent.pid if kills % 3 == 2 else draw.choice(workers), signal.SIGKILL)
                 kills += 1
+                stages[(re.findall(r"stage \d+ of \d+, ([\w-]+)", log.read_text()) or ["start"])[-1]] += 1
             time.sleep(draw.uniform(0.2, 1.0))
         finished = parent.returncode == 0
         wait_for(lambda: not processes_of(mark))
+    print(dict(stages))
     assert contents(config.datastore) == contents(whole.folder)
     assert not [path for path in config.datastore.rglob("*") if path.name.endswith(".tmp")]
