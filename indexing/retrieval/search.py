@@ -17,7 +17,7 @@ from indexing.retrieval.dense import Dense, required
 from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval, query_texts
 from indexing.sparse.term_search import TermSearch
-from indexing.sparse.terms import query_terms
+from indexing.sparse.terms import words
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 CANDIDATES = 64
 """Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins
 both."""
-_LONG_QUERY = 32  # terms
+_LONG_QUERY = 48  # different words, or Chinese characters
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ChunkSearch:
         if not self.retrieval.has("sparse") or self._term_search.mean is not None:
             return np.full(len(queries), np.nan, dtype=np.float32)
         ranked = self.rank(queries, 1, filters=filters, retrieval="sparse")
-        long = [len(set(query_terms(query))) > _LONG_QUERY for query in queries]
+        long = [len(set(words(query))) > _LONG_QUERY for query in queries]
         return np.where(long, np.float32(np.nan), self._term_search.match(queries, ranked.scores[:, 0]))
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

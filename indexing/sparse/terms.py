@@ -34,6 +34,11 @@ def query_terms(text: str) -> list[str]:
     return words or terms(text)
 
 
+def words(text: str) -> list[str]:
+    """The words and Chinese characters of a text: its terms without pairs of characters."""
+    return [term for term in terms(text) if len(term) == 1 or not re.match(f"[{_UNSPACED}]", term)]
+
+
 @lru_cache(maxsize=1 << 16)
 def _stem(word: str) -> str:
     """The English stem of a word: the Porter 2 stemmer of Snowball, which leaves numbers and words of other scripts as

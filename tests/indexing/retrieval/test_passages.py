@@ -85,7 +85,7 @@ def test_a_question_of_which_the_datastore_knows_little_has_no_passages(retrieve
 def test_terms_do_not_decide_on_long_questions_and_with_embeddings_that_know_meanings(
     retriever: Retriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = " ".join(f"quxzot{number}" for number in range(40)) + " title 42"
+    long = " ".join(f"quxzot{number}" for number in range(60)) + " title 42"
     assert np.isnan(retriever.chunks.match([long, "title 42"])).tolist() == [True, False]
     assert retriever.passages(long)[0].title == "Title 42"
     mean = np.zeros(2, np.float32)  # only a transformer's embeddings have one

@@ -2,7 +2,7 @@
 
 import pytest
 
-from indexing.sparse.terms import query_terms, terms
+from indexing.sparse.terms import query_terms, terms, words
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,8 @@ def test_terms_are_stems_and_characters_with_their_pairs(text: str, expected: li
 )
 def test_a_query_has_no_function_words_unless_it_has_no_others(text: str, expected: list[str]) -> None:
     assert query_terms(text) == expected
+
+
+def test_words_are_terms_without_pairs_of_characters() -> None:
+    assert words("The towers of 北京塔, 42 한국") == ["the", "tower", "of", "北", "京", "塔", "42", "한국"]
+    assert words("") == []
