@@ -132,12 +132,13 @@ def passages_as_neighbors(
         most: largest number K of neighbors. Each has two chunks.
 
     Returns:
-        tokens [K, 2m] int64, lengths [K] int64, ids [K] int64, distances [K] float32, which are unknown: NaN.
+        tokens [K, 2m] int64, lengths [K] int64, ids [K] int64, distances [K] float32, which are unknown: NaN. Without
+        passages one neighbor that is missing: id -1, length 0.
     """
     m = retrieval.own.chunk_length
     starts = [(start, passage) for passage in passages for start in range(0, passage.num_chunks, 2)][:most]
-    ids = np.array([passage.chunk_id + start for start, passage in starts], dtype=np.int64)
+    ids = np.array([passage.chunk_id + start for start, passage in starts] or [-1], dtype=np.int64)
     tokens, lengths = retrieval.with_continuation(ids)
-    alone = np.array([start + 1 == passage.num_chunks for start, passage in starts], dtype=bool)
+    alone = np.array([start + 1 == passage.num_chunks for start, passage in starts] or [False], dtype=bool)
     lengths = np.where(alone, np.minimum(lengths, m), lengths)  # the continuation is not in the passage
     return tokens, lengths, ids, np.full(len(ids), np.nan, dtype=np.float32)

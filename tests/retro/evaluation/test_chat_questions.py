@@ -156,3 +156,19 @@ def test_gold_needs_passages_and_their_datastore(tiny_run: Path) -> None:
         QaSettings(gold=True, prompt_passages=0)
     with pytest.raises(InputError, match=r"gold = true.*--passages"):
         open_model(tiny_run, None, QaSettings(gold=True), "cpu")
+
+
+def test_a_question_without_passages_is_asked_among_others_in_every_mode(
+    model: LanguageModel, retriever: Retriever, questions: list[Question]
+) -> None:
+    unknown = Question("x", "when did quxzot meet plorfin near zworg?", (), unanswerable=True)
+    modes = modes_of(model, retriever, [unknown, *questions], QaSettings(k=1, prompt_passages=1, passage_tokens=64))
+    (nothing, *_) = modes["chat, passages in the prompt"].texts or [["some"]]
+    assert nothing == []
+    for mode in modes.values():
+        texts = answer(
+            model, mode.prompts, k=mode.k, given=mode.given, inserted=mode.inserted, ends=mode.ends, max_tokens=4
+        )
+        assert len(texts) == 4
+        if mode.given is not None:
+            assert mode.given[0][2].tolist() == [-1]

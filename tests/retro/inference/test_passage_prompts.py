@@ -143,3 +143,8 @@ def test_neighbors_are_the_chunks_of_the_passages_and_nothing_else(retriever: Re
     text = retriever.tokenizer.decode(np.concatenate([row[:n] for row, n in zip(tokens, lengths, strict=True)]))
     assert "".join(text.split()) == "".join("".join(p.text for p in found).split())
     assert len(passages_as_neighbors(sets, found, 2)[0]) == 2
+
+
+def test_without_passages_a_neighbor_is_missing(retriever: Retriever) -> None:
+    _, lengths, ids, _ = passages_as_neighbors(retriever.retrieval, [])
+    assert (ids.tolist(), lengths.tolist()) == ([-1], [0])
