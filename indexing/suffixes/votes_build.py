@@ -31,7 +31,7 @@ from indexing.suffixes.order import Prefixes, blocks, sampled_rows, stored_order
 from indexing.suffixes.order_build import RANGE_TOKENS, sorted_rows, write_run
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
-from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, packed, vote_dtype
+from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, opaque, packed, vote_dtype
 
 if TYPE_CHECKING:
     from indexing.suffixes.mapped_files import MappedFiles
@@ -393,7 +393,7 @@ def write_ranges(
     order, count = np.argsort(source, kind="stable"), len(SPLITS) * len(datastore.train.chunk_rows)
     save_array(work / "offsets.npy", np.searchsorted(source[order], np.arange(count + 1)))
     save_array(work / "positions.npy", np.concatenate(positions)[order])
-    save_array(work / "votes.npy", np.concatenate(votes)[order])
+    save_array(work / "votes.npy", np.concatenate([*map(opaque, votes)])[order].view(votes[0].dtype))
     trained = int(np.count_nonzero(source % len(SPLITS) == 0))
     advance(trained)
     return {"tokens": trained}
@@ -418,18 +418,21 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
     wanted = prefixes.wanted[np.concatenate(shards)]
     tokens = datastore.train.tokens.dtype
     votes = np.empty(len(window), vote_dtype(tokens))
-    votes[order] = votes_in_range(
-        window,
-        following,
-        document,
-        document >= 0,
-        tokens,
-        list(_cut_matches(prefixes.orders, window, first, stop)),
-        wanted[order],
-        occurrences_of(prefixes.searched, window, np.flatnonzero(wanted[order])),
-        _voters_before(prefixes.orders[0], first),
+    opaque(votes)[order] = opaque(
+        votes_in_range(
+            window,
+            following,
+            document,
+            document >= 0,
+            tokens,
+            list(_cut_matches(prefixes.orders, window, first, stop)),
+            wanted[order],
+            occurrences_of(prefixes.searched, window, np.flatnonzero(wanted[order])),
+            _voters_before(prefixes.orders[0], first),
+        )
     )
-    return np.concatenate(sources)[wanted], np.concatenate(local).astype(np.uint32)[wanted], votes[wanted]
+    chosen = opaque(votes)[wanted].view(votes.dtype)
+    return np.concatenate(sources)[wanted], np.concatenate(local).astype(np.uint32)[wanted], chosen
 
 
 def _voters_before(order: Prefixes, first: int) -> int:
@@ -477,9 +480,9 @@ def write_block(work: Path, ranges: Sequence[Path], shards: range) -> None:
         dtype = open_array(ranges[0] / name).dtype
         out, filled = np.lib.format.open_memmap(work / name, "w+", dtype, (int(starts[-1]),)), starts[:-1].copy()
         for folder, own in zip(ranges, offsets.tolist(), strict=True):
-            rows = open_array(folder / name)
+            rows = opaque(open_array(folder / name))
             for source, (first, stop) in enumerate(pairwise(own)):
-                out[filled[source] : filled[source] + stop - first] = rows[first:stop]
+                opaque(out)[filled[source] : filled[source] + stop - first] = rows[first:stop]
                 filled[source] += stop - first
         out.flush()
 
@@ -503,7 +506,8 @@ def write_shard(work: Path, datastore: Datastore, shard: int, collected: Sequenc
         votes = np.zeros(tokens.size, vote_dtype(tokens.dtype))
         for folder in collected:
             rows = slice(*open_array(folder / "offsets.npy")[source : source + 2].tolist())
-            votes[open_array(folder / "positions.npy")[rows]] = open_array(folder / "votes.npy")[rows]
+            found = open_array(folder / "votes.npy")[rows]
+            opaque(votes)[open_array(folder / "positions.npy")[rows]] = opaque(found)
         write_compressed(work / split.name, votes.reshape(tokens.shape), rows_of_block(split.chunk_length))
         counts[split.name] = int(np.count_nonzero(votes["length"]))
     return counts
