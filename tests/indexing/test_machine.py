@@ -279,3 +279,12 @@ def test_faiss_does_not_use_kernels_of_2004_on_this_machine() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "Prescott" not in [each.get("architecture") for each in json.loads(printed.stdout)]
+
+
+@pytest.mark.parametrize(("given", "threads"), [("3", 3), ("", 5), ("0", 5), ("many", 5), ("4,2", 5)])
+def test_threads_are_those_that_were_given_or_one_for_each_core(
+    given: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 5)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert machine.allowed_threads() == threads
