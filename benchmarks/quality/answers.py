@@ -1,22 +1,24 @@
-"""Answers of a chat model from passages: exact match, F1, questions without an answer, and the time to the first token.
+"""Answers of a chat model from passages: on questions of a set, on questions that its datastore does not answer, and the
+time to the first token.
 
     python -m benchmarks.quality.answers DATA --model MODEL --tokenizer FOLDER --output FOLDER [--sets squad_v11_dev …]
 
 MODEL is a file of `retro add-retrieval` that copies from the whole datastore. DATA has a folder for each set, as for
-`benchmarks.quality.passage_retrieval`. Of each set, random questions are asked in three modes: closed book, passages in
-the prompt, passages and copying, and once more with the right passage first. Among them are questions of another set in
-the same language, which the datastore does not answer. Datastores are built in FOLDER, and a stopped run goes on there.
-Without `--model` only the share of both that get passages is measured.
+`benchmarks.quality.passage_retrieval`. `retro eval qa` asks random questions of a set in all modes. Among them are questions
+of another set in the same language (*foreign*), which this datastore does not answer. Datastores are built in the folder
+`--output`. The same command continues a run that was stopped.
 
-`--first-token` measures the time to the first token of an answer with passages against the model's own time for the same
-prompt, in turn.
+Without `--model` nothing is asked: the share of own and of foreign questions that get passages is counted.
+
+`--first-token` measures the time to the first token of an answer with passages. The model's own time for the same prompt is
+measured in turn.
 """
 
 import argparse
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,25 +30,22 @@ from benchmarks.quality.passage_retrieval import SETS
 from indexing.corpus.documents import CorpusSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.tokenization.settings import TokenizerSettings
+from pipelines.cli.main import main as retro
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
 from pipelines.terminal.logger import setup_logging
-from retro.evaluation.answer_journal import AnswerJournal
 from retro.evaluation.question_answering import (
-    Answered,
-    ModePrompts,
     all_modes,
     found_passages,
     language_for,
-    measure_answers,
-    select,
 )
 from retro.evaluation.question_sets import Question, read_questions
 from retro.evaluation.settings import QaSettings
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 
+SHOTS, PASSAGES, PASSAGE_TOKENS = 4, 2, 512  # what this small model answers best with
 FOREIGN = {"squad_v11_dev": "qed_nq", "qed_nq": "squad_v11_dev", "cmrc2018": "drcd", "drcd": "cmrc2018"}
 
 
@@ -61,78 +60,48 @@ def draw(data: Path, name: str, shots: int, count: int, foreign: int) -> list[Qu
     return own[:shots] + asked
 
 
-def open_passages(work: Path, passages: Path, tokenizer: Path) -> Retriever:
-    """Build a datastore with the model's tokenizer and all default stages, and open it."""
+def open_passages(options: argparse.Namespace, name: str) -> Retriever:
+    """Build the datastore of a set with the model's tokenizer and all default stages, and open it."""
+    passages = options.data / name / f"{SETS[name][0]}.jsonl.zst"
     config = Config(
-        datastore=work,
+        datastore=options.output / name,
         corpus=CorpusSettings(paths=(str(passages),), split=(1, 0, 0)),
-        tokenizer=TokenizerSettings(kind="huggingface", path=str(tokenizer)),
+        tokenizer=TokenizerSettings(kind="huggingface", path=str(options.tokenizer)),
     )
     build(config, make_executor(config.executor))
-    return Retriever.open(work)
+    return Retriever.open(config.datastore)
 
 
-def asked_modes(modes: Iterator[ModePrompts]) -> Iterator[ModePrompts]:
-    """Leave out neighbors of a prompt without passages, and copying with the right passage first."""
-    for prompts in modes:
-        if (not prompts.k or prompts.mode.passages) and not (prompts.mode.gold and prompts.mode.copying):
-            yield prompts
-
-
-def measure_set(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
-    """Return a row for each mode, with the set and the share of questions that have passages."""
-    passages = options.data / name / f"{SETS[name][0]}.jsonl.zst"
-    retriever = open_passages(options.output / name, passages, options.tokenizer)
-    settings = QaSettings(
-        shots=options.shots,
-        prompt_passages=options.passages,
-        passage_tokens=options.passage_tokens,
-        least_match=options.least_match,
-        gold=options.model is not None,
-    )
-    drawn = draw(options.data, name, options.shots, options.questions, options.foreign)
-    shots, questions = select(drawn, settings, passages)
-    language = language_for(questions, settings)
-    found = found_passages(retriever, questions, settings)
-    given = np.array([bool(row) for row in found.prompts[False]])
-    foreign = np.array([each.unanswerable for each in questions])
-    kept = {"kept": float(given[~foreign].mean()), "kept_foreign": float(given[foreign].mean())}
-    if options.model is None:
-        return [{"set": name, **kept}]
-    model = LanguageModel.open(options.model, retriever)
-    modes = all_modes(model, questions, settings, language=language, shots=shots, found=found)
-    identity = {"set": name, **vars(settings), "drawn": [each.id for each in drawn]}
-    journal = AnswerJournal(options.output / f"{name}.jsonl", json.loads(json.dumps(identity)))
-    answered = measure_answers(model, asked_modes(modes), questions, settings, language, journal)
-    return [{"set": name} | kept | row.as_json(0, answered[0]) | _paired(row, answered) for row in answered]
-
-
-def _paired(row: Answered, answered: list[Answered]) -> dict[str, Any]:
-    """The change of F1 against passages without copying, with its interval."""
-    (plain,) = (each for each in answered if each.mode.passages and not (each.mode.copying or each.mode.gold))
-    against = row.as_json(0, plain)
-    return {f"f1_against_passages{end}": against[f"f1_gain{end}"] for end in ("", "_low", "_high")}
+def measure_set(options: argparse.Namespace, name: str) -> dict[str, float]:
+    """Count the questions that get passages and, with a model, let `retro eval qa` ask all of them."""
+    retriever = open_passages(options, name)
+    asked = draw(options.data, name, SHOTS, options.questions, options.foreign)
+    settings = QaSettings(prompt_passages=PASSAGES, passage_tokens=PASSAGE_TOKENS)
+    found = found_passages(retriever, asked[SHOTS:], settings).prompts[False]
+    shares = {}
+    for kind, is_foreign in (("own", False), ("foreign", True)):
+        rows = [bool(row) for row, each in zip(found, asked[SHOTS:], strict=True) if each.unanswerable == is_foreign]
+        shares[kind] = sum(rows) / max(1, len(rows))
+    say(f"{name}: {shares['own']:.1%} of its questions get passages, {shares['foreign']:.1%} of foreign ones")
+    if options.model:
+        file = options.output / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(asdict(each)) + "\n" for each in asked))
+        passages = ["--passages", str(options.output / name), "--gold", "--shots", str(SHOTS)]
+        passages += ["--prompt-passages", str(PASSAGES), "--passage-tokens", str(PASSAGE_TOKENS)]
+        if retro(["eval", "qa", str(options.model), str(file), *passages, "--output", f"{file.with_suffix('.json')}"]):
+            raise SystemExit(1)
+    return shares
 
 
 def first_token(options: argparse.Namespace, name: str, rounds: int = 8) -> dict[str, Any]:
     """Median seconds to the first token of prompts with passages: the model alone, and with search and copying."""
-    passages = options.data / name / f"{SETS[name][0]}.jsonl.zst"
-    retriever = open_passages(options.output / name, passages, options.tokenizer)
+    retriever = open_passages(options, name)
     settings = QaSettings(prompt_passages=4, passage_tokens=1024, least_match=0.0)
     questions = draw(options.data, name, 0, rounds, 0)
     model = LanguageModel.open(options.model, retriever)
-    modes = list(
-        all_modes(
-            model,
-            questions,
-            settings,
-            language=language_for(questions, settings),
-            found=found_passages(retriever, questions, settings),
-        )
-    )
-    plain, copying = (
-        next(each for each in modes if each.mode.passages and each.mode.copying == copies) for copies in (False, True)
-    )
+    found = found_passages(retriever, questions, settings)
+    modes = all_modes(model, questions, settings, language=language_for(questions, settings), found=found)
+    plain, copying = (each for each in modes if each.mode.passages)
     one = GenerationSettings(max_tokens=1, temperature=0)
 
     ratios = []
@@ -140,37 +109,21 @@ def first_token(options: argparse.Namespace, name: str, rounds: int = 8) -> dict
         given = None if copying.given is None else [copying.given[row]]
         inserted = copying.inserted and [copying.inserted[row]]
         alone = seconds(partial(_exhaust, model.generate, [plain.prompts[row]], one))
-        found = seconds(partial(retriever.passages, questions[row].question, 4, tokens=1024))
+        searched = seconds(partial(retriever.passages, questions[row].question, 4, tokens=1024))
         copied = seconds(
             partial(_exhaust, model.generate, [copying.prompts[row]], one, copying.k, given, inserted=inserted)
         )
-        ratios.append((found + copied) / alone)
+        ratios.append((searched + copied) / alone)
         say(
-            f"{len(plain.prompts[row]):,} tokens: alone {alone:.2f} s, search {found:.3f} s, with copying {copied:.2f} s"
+            f"{len(plain.prompts[row]):,} tokens: alone {alone:.2f} s, search {searched:.3f} s, with copying {copied:.2f} s"
         )
-    ratios = ratios[1:]
-    return {"set": name, "first_token": float(np.median(ratios)), "ratios": ratios}
+    median = float(np.median(ratios[1:]))
+    say(f"{name}: the first token takes {median:.2f} times the model's own time")
+    return {"median": median, "ratios": ratios[1:]}
 
 
 def _exhaust(generate: Callable[..., Iterator[Any]], *arguments: Any, **named: Any) -> None:
     list(generate(*arguments, **named))
-
-
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Print the table of docs/results/question-answering.md."""
-    say(
-        "| set | mode | contains the answer | exact match | F1 | change of F1 | hit | verbatim | without an answer: verbatim | have passages |"
-    )
-    say("|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        numbers = [f"{100 * row[name]:.1f}" for name in ("contains", "exact_match", "f1")]
-        numbers.append(
-            f"{100 * row['f1_gain']:+.1f} ({100 * row['f1_gain_low']:.1f} to {100 * row['f1_gain_high']:.1f})"
-        )
-        optional = (row["hit"], row["verbatim"], row["unanswerable_verbatim"])
-        numbers += ["" if value is None else f"{100 * value:.1f}" for value in optional]
-        numbers.append(f"{100 * row['kept']:.0f}, {100 * row['kept_foreign']:.0f}" if row["passages"] else "")
-        say(f"| {row['set']} | {row['mode']} | {' | '.join(numbers)} |")
 
 
 def main() -> None:
@@ -181,29 +134,16 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the model's tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="folder for datastores, answers and results")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["squad_v11_dev"])
-    parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--foreign", type=int, default=50, help="questions that the datastore does not answer")
-    parser.add_argument("--shots", type=int, default=4)
-    parser.add_argument("--passages", type=int, default=2)
-    parser.add_argument("--passage-tokens", type=int, default=512)
-    parser.add_argument("--least-match", type=float, default=None)
+    parser.add_argument("--questions", type=int, default=24, help="about 15 seconds each on two cores")
+    parser.add_argument("--foreign", type=int, default=8, help="questions that the datastore does not answer")
     parser.add_argument("--first-token", action="store_true", help="measure times instead of answers")
-    add_minutes(parser, 0)
+    add_minutes(parser)
     options = parser.parse_args()
     setup_logging()
     options.output.mkdir(parents=True, exist_ok=True)
-    if options.first_token:
-        rows = [first_token(options, name) for name in options.sets]
-        say("\n".join(f"{row['set']}: first token {row['first_token']:.2f} times the model's own" for row in rows))
-    else:
-        rows = [row for name in budget(options).each(options.sets, "set") for row in measure_set(options, name)]
-        for row in rows if options.model is None else ():
-            say(
-                f"{row['set']}: {100 * row['kept']:.1f}% of its questions get passages, {100 * row['kept_foreign']:.1f}% of foreign ones"
-            )
-        if options.model:
-            print_rows(rows)
-    write(options.output / ("first_token.json" if options.first_token else "answers.json"), {"rows": rows})
+    measure, file = (first_token, "first_token") if options.first_token else (measure_set, "with_passages")
+    results = {name: measure(options, name) for name in budget(options).each(options.sets, "set")}
+    write(options.output / f"{file}.json", {"sets": results})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def find_passages(
         tokens: largest number of tokens of all passages.
         retrieval: how chunks are found; None = the best way that the datastores have.
         filters: column of the documents' metadata → the required value, or a list of accepted values.
-        least_match: queries of which the best chunk says less (`ChunkSearch.match`) find nothing; None = `LEAST_MATCH`.
+        least_match: how much of a query the best chunk must say (`ChunkSearch.match`), 0 to 1. A query with a smaller match
+            finds nothing. None = `LEAST_MATCH`.
         documents_first: numbers of documents (`RetrievalSet.documents_of`) that come first, from their beginning as far
             as they fit, whether found or not.
     """

@@ -77,9 +77,12 @@ class ChunkSearch:
         return self._by_terms(query_texts(queries, self.tokenizer), vectors, k, retrieval, among)
 
     def match(self, queries: Sequence[str], *, filters: Filters | None = None) -> np.ndarray:
-        """How much of each query the best chunk says, by terms: its BM25 [n] float32 as a share of the largest that a text
-        could have, 0 to 1. NaN where terms alone do not tell: without a sparse index, with an embedder that knows meanings,
-        and for long queries, of which no chunk says all."""
+        """How much of each query the best chunk says: its BM25 as a share of the largest BM25 that a text could have, [n]
+        float32, 0 to 1.
+
+        NaN where terms cannot tell: if there is no sparse index, if the embedder is a transformer, which also finds other
+        words with the same meaning, and if the query is so long that no chunk repeats most of it.
+        """
         if not self.retrieval.has("sparse") or self._term_search.mean is not None:
             return np.full(len(queries), np.nan, dtype=np.float32)
         ranked = self.rank(queries, 1, filters=filters, retrieval="sparse")

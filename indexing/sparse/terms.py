@@ -20,7 +20,7 @@ def terms(text: str) -> list[str]:
     """
     out = []
     for run in _RUNS.findall(text.lower()):
-        if run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3":  # Korean separates words by blanks
+        if _is_unspaced(run):
             out += run
             out += [run[start : start + 2] for start in range(len(run) - 1)]
         else:
@@ -35,8 +35,12 @@ def query_terms(text: str) -> list[str]:
 
 
 def words(text: str) -> list[str]:
-    """The words and Chinese characters of a text: its terms without pairs of characters."""
-    return [term for term in terms(text) if len(term) == 1 or not re.match(f"[{_UNSPACED}]", term)]
+    """The words of a text in lower case; for Chinese, its characters."""
+    return [word for run in _RUNS.findall(text.lower()) for word in (run if _is_unspaced(run) else [run])]
+
+
+def _is_unspaced(run: str) -> bool:
+    return run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3"  # Korean separates words by blanks
 
 
 @lru_cache(maxsize=1 << 16)

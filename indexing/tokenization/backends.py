@@ -3,31 +3,26 @@
 import base64
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from indexing.machine import allowed_threads
+from indexing.machine import allowed_threads, map_ahead
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
-from indexing.tokenization.byte_level import ByteLevelBPE, byte_level
+from indexing.tokenization.byte_level import BYTES, ByteLevelBPE, byte_level
 
 META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot distinguish the two
-
-# The characters that stand for the 256 bytes in GPT-2's byte-level vocabularies. Printable Latin-1 stands for itself.
-_BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte
 
 _MANY = 2**19  # characters that a process encodes before it makes tiktoken's tables, which takes as long
 
 Ids = list[int] | np.ndarray  # the tokens [t] of a text
-T = TypeVar("T")
 
 
 class SentencePiece:
@@ -129,7 +124,9 @@ class HuggingFace:
         self._characters += sum(map(len, texts))
         if self._characters < _MANY or self._byte_level is None:
             return self._encode(texts)
-        known = _on_threads(self._byte_level.encode, texts)
+        encode = self._byte_level.encode
+        # For the text of one file, starting a thread would take as long.
+        known = [encode(texts[0])] if len(texts) == 1 else list(map_ahead(encode, texts, allowed_threads()))
         others = iter(self._encode([text for text, ids in zip(texts, known, strict=True) if ids is None]))
         return [next(others) if ids is None else ids for ids in known]
 
@@ -186,7 +183,7 @@ class HuggingFace:
         for token, token_id in vocabulary.items():
             if token_id in added:
                 size = 0 if added[token_id]["special"] else len(token.encode())
-            elif "ByteLevel" in types and _BYTE_ALPHABET.issuperset(token):
+            elif "ByteLevel" in types and BYTES.keys() >= set(token):
                 size = len(token)
             elif "ByteFallback" in types and _BYTE.fullmatch(token):
                 size = 1
@@ -196,14 +193,6 @@ class HuggingFace:
                 size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
             sizes[token_id] = size
         return sizes
-
-
-def _on_threads(encode: Callable[[str], T], texts: list[str]) -> list[T]:
-    threads = allowed_threads()
-    if threads == 1 or len(texts) == 1:
-        return [encode(text) for text in texts]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(encode, texts))
 
 
 def _with_valid_bytes(tokens: Iterable[str]) -> Iterator[str]:

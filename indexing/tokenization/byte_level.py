@@ -19,6 +19,13 @@ from typing import Any
 
 import numpy as np
 
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+"""The characters that stand for the bytes in byte-level vocabularies since GPT-2: printable Latin-1 stands for itself, all
+other bytes are written from 256 on."""
+
 # GPT-2's pattern. Both libraries write it as here.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Bytes that are in no character of Unicode 3.2, so a vocabulary may lack them.
@@ -116,30 +123,22 @@ def _ids_by_rank(model: Mapping[str, Any], tokenizer: Any, added: set[str]) -> d
     unusual = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "unk_token")
     if model.get("type") != "BPE" or any(model.get(name) for name in unusual):
         return None
-    vocabulary, alphabet = model["vocab"], _bytes_of_characters()
+    vocabulary = model["vocab"]
     merged = list[str]()
     for merge in model["merges"]:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         merged.append(first + second)
-    missing = {byte for character, byte in alphabet.items() if byte > 127 and character not in vocabulary}
-    foreign = set().union(*merged) - alphabet.keys()
+    missing = {byte for character, byte in BYTES.items() if byte > 127 and character not in vocabulary}
+    foreign = set().union(*merged) - BYTES.keys()
     if len(set(merged)) < len(merged) or foreign or not missing <= _UNUSED_BYTES:
         return None  # a token of two merges, characters that stand for no byte, or bytes that are no token
     ids = dict[bytes, int]()
-    for token in [*alphabet, *merged]:
+    for token in [*BYTES, *merged]:
         if token in vocabulary and [piece.id for piece in tokenizer.model.tokenize(token)] == [vocabulary[token]]:
-            ids[bytes(alphabet[character] for character in token)] = vocabulary[token]
+            ids[bytes(BYTES[character] for character in token)] = vocabulary[token]
     if model.get("ignore_merges") and len(ids) < len(vocabulary.keys() - added):
         return None  # a whole piece can be a token that no merges lead to
     return ids
-
-
-@cache
-def _bytes_of_characters() -> dict[str, int]:
-    """The characters that GPT-2 writes for bytes: printable Latin-1 as itself, all others from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 @cache

@@ -7,7 +7,6 @@ tokens of the extended tokenizer, and new pieces start after them.
 """
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import present
 from indexing.tokenization.extension_huggingface import HuggingFaceBase
 from indexing.tokenization.extension_sentencepiece import SentencePieceBase
-from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.installation import open_installed
 from indexing.tokenization.metadata import HUGGINGFACE_MODEL, META, MODEL, SENTENCEPIECE_NAMES
 from indexing.tokenization.settings import TokenizerSettings
 from indexing.tokenization.texts import as_texts
@@ -86,9 +85,7 @@ def _file_of(path: Path) -> Path:
 def _installed(kind: Any, path: Path) -> Tokenizer:
     """Install a tokenizer as a datastore does."""
     source = path.parent if path.name == HUGGINGFACE_MODEL else path  # the files next to it name the special tokens
-    with tempfile.TemporaryDirectory() as folder:
-        install_tokenizer(TokenizerSettings(kind=kind, path=str(source)), Path(folder))
-        return Tokenizer.open(Path(folder))
+    return open_installed(TokenizerSettings(kind=kind, path=str(source)))
 
 
 def extend(

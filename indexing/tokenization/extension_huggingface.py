@@ -25,6 +25,7 @@ import numpy as np
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, write_bytes, write_json
 from indexing.tokenization.backends import META_SYMBOL, HuggingFace, read_object
+from indexing.tokenization.byte_level import BYTES
 from indexing.tokenization.installation import special_settings
 from indexing.tokenization.metadata import HUGGINGFACE_MODEL
 from indexing.tokenization.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _FIRST_CHARACTER = 0x10000  # character of id 0: above it are a million characters and no surrogates
 _LONGEST = 48  # maximum of base tokens in a piece: sixteen characters of three bytes
-_ASCII_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(256, 290)]))  # GPT-2's characters for bytes below 128
+_ASCII_ALPHABET = frozenset(character for character, byte in BYTES.items() if byte < 128)
 # Words of a vocabulary with ▁ for a blank, split as SentencePiece does: at blanks, digits, and between scripts.
 _EAST_ASIAN = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _WORD = (

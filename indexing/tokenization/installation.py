@@ -102,9 +102,13 @@ def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
     return {role: value for role, value in first.items() if isinstance(value, int) and 0 <= value < num_tokens}
 
 
-def open_huggingface(folder: str) -> Tokenizer:
-    """Open a tokenizer in Hugging Face's format as `install_tokenizer` installs it in a datastore, which raises the
-    errors."""
+def open_installed(settings: TokenizerSettings) -> Tokenizer:
+    """Open a tokenizer as `install_tokenizer` installs it in a datastore, which raises the errors."""
     with tempfile.TemporaryDirectory() as installed:
-        install_tokenizer(TokenizerSettings(kind="huggingface", path=folder), Path(installed))
+        install_tokenizer(settings, Path(installed))
         return Tokenizer.open(Path(installed))
+
+
+def open_huggingface(folder: str) -> Tokenizer:
+    """Open a tokenizer in Hugging Face's format, see `open_installed`."""
+    return open_installed(TokenizerSettings(kind="huggingface", path=folder))

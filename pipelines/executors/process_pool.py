@@ -2,8 +2,8 @@
 
     first task ── in this process ──► the rest would take long ──► a worker for each core ── the next task ─► result
 
-A corpus of a few megabytes is indexed before workers have started, so they start when there is work for them, or will be
-(`expect`), and then stay for all later stages. A worker that dies is replaced and its task starts again. Workers end with this process.
+A corpus of a few megabytes is indexed before workers have started. So they start when the tasks of a stage would take long,
+or earlier if the corpus is large (`expect`), and then stay for all later stages. A worker that dies is replaced and its task starts again. Workers end with this process.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from pipelines.executors.tasks import LocalExecutor, Task, log_failure
 log = logging.getLogger("retro")
 
 _WORTH_SECONDS = 3.0  # Workers start if the other tasks of a stage would take longer here. They import for 2 s.
-_WORTH_BYTES = 8 * 2**20  # Text of which some stage takes so long.
+_WORTH_BYTES = 8 * 2**20  # With more text than this, at least one stage takes longer than that.
 _TASK_SECONDS = 0.01  # Shorter tasks, such as scans of small files, stay here: sending them would take longer.
 _ATTEMPTS = 3  # starts of a task whose workers die
 _PATIENCE = 5.0  # seconds after which a worker that was asked to end is killed
@@ -49,11 +49,6 @@ class PoolExecutor:
         self.most = fitting(settings.workers)
         self.pool = _Pool(settings.num_threads or max(1, usable_cores() // self.most))
 
-    def expect(self, text_bytes: int) -> None:
-        """Start workers if stages of this much text will need them, so that they import during other work."""
-        if self.most > 1 and text_bytes > _WORTH_BYTES:
-            self.pool.start(self.most)
-
     def map(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance
     ) -> Iterator[Any]:
@@ -64,6 +59,11 @@ class PoolExecutor:
         done = yield from self._begin(stage, function, tasks, advance)
         if tasks[done:]:
             yield from _StageRun(stage, self.pool, tasks[done:], self.most, advance).run(function)
+
+    def expect(self, text_bytes: int) -> None:
+        """See `Executor.expect`: workers import already, if some stage will need them."""
+        if self.most > 1 and text_bytes > _WORTH_BYTES:
+            self.pool.start(self.most)
 
     def _begin(
         self, stage: StageName, function: Callable[..., Any], tasks: Sequence[Task], advance: Advance

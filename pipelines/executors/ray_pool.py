@@ -51,6 +51,9 @@ class RayExecutor:
                 run.close()
             yield from results
 
+    def expect(self, text_bytes: int) -> None:
+        """See `Executor.expect`: the first worker starts already, and the others when the cluster has room."""
+
 
 class _Pool:
     """The workers of a build. They keep what they have imported: a process takes seconds to start.

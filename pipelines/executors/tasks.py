@@ -44,6 +44,9 @@ class Executor(Protocol):
     ) -> Iterator[Any]:
         """Yield the result of each task in order; call `advance` with finished units."""
 
+    def expect(self, text_bytes: int) -> None:
+        """Prepare for stages of this much text, while this process does other work."""
+
 
 class LocalExecutor:
     """Runs one task after another in this process."""
@@ -67,6 +70,9 @@ class LocalExecutor:
                 yield result
         finally:
             forget_stage()
+
+    def expect(self, text_bytes: int) -> None:
+        """See `Executor.expect`: there is nothing to prepare."""
 
 
 def kept_for_stage(function: Callable[P, T]) -> Callable[P, T]:

@@ -14,7 +14,6 @@ from indexing.store.files import checksum
 from indexing.tokenization.installation import install_tokenizer
 from indexing.tokenization.training import train_sentencepiece
 from pipelines.config import Config
-from pipelines.executors.process_pool import PoolExecutor
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import plan_of
 from pipelines.stages.shards import finished, prefixed
@@ -46,8 +45,7 @@ def make_tokenizer(config: Config, executor: Executor) -> None:
     with create(folder / "tokenizer", recipe) as (work, _):
         if settings.is_trained:
             total = read_manifest(folder / "corpus")["counts"]["bytes"]
-            if isinstance(executor, PoolExecutor):  # training takes one core
-                executor.expect(total)
+            executor.expect(total)  # training takes one core
             with progress("tokenizer", total=total, unit="bytes") as advance:
                 train_sentencepiece(_training_texts(config, advance), settings, work)
         else:

@@ -203,8 +203,9 @@ class Datastore:
             tokens: largest number of tokens of all passages, in tokens of the datastore.
             retrieval: `dense`, `sparse` or `hybrid`; None = `hybrid`, or `sparse` for datastores without vectors.
             filters: column of the documents' metadata → the required value, or a list of accepted values.
-            least_match: how much of the question the best chunk must say, by terms, 0 to 1, or there are no passages; None = 0.25
-                (Chinese: 0.13); 0 = passages for every question. With embeddings of a transformer, all questions have some.
+            least_match: how much of the question the best chunk must say, by terms, 0 to 1; if it says less, there are no
+                passages. None = 0.25 (Chinese: 0.13); 0 = passages for every question. Datastores with embeddings of a
+                transformer have passages for every question.
 
         Returns:
             passages with `text`, `document_id`, `title`, `source`, `score` and their chunks.

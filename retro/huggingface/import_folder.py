@@ -10,7 +10,6 @@ here.
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,8 +24,8 @@ from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import member
 from indexing.tokenization.backends import read_object
-from indexing.tokenization.installation import install_tokenizer, sentencepiece_file
-from indexing.tokenization.metadata import HUGGINGFACE_MODEL, read_meta
+from indexing.tokenization.installation import open_installed, sentencepiece_file
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL
 from indexing.tokenization.settings import TokenizerSettings
 from retro.checkpoints.any_model import LONGEST_CONTEXT
 from retro.checkpoints.single_file import write_exported
@@ -127,9 +126,7 @@ def tokenizer_size(folder: Path) -> int:
         settings = TokenizerSettings(kind="sentencepiece", path=str(folder))
     else:
         return 0
-    with tempfile.TemporaryDirectory() as installed:
-        install_tokenizer(settings, Path(installed))
-        return read_meta(Path(installed)).vocab_size
+    return open_installed(settings).vocab_size
 
 
 def import_base(

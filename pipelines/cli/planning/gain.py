@@ -241,8 +241,8 @@ def _fit(results: Mapping[str, Any]) -> str:
     if results["largest_distance"] <= _MOST_DISTANCE * abs(results["more_text"][0]):
         return ""
     return """
-This is much beside what the line promises: **the rows beyond the sample are a guess.** A larger sample (--sample-bytes) and more
-documents (--documents) tell more. A model that has hardly learned can gain without any line."""
+**The rows beyond the sample are a guess**: the measured sizes are not on a line. Measure again with a larger sample (--sample-bytes)
+and more documents (--documents). The gain of a model that has read little text may follow no line."""
 
 
 def _words(change: "Interval") -> str:

@@ -9,7 +9,6 @@ Nothing is trained and no device is used. docs/results/speed.md compares the fig
 
 import itertools
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -19,8 +18,7 @@ from pydantic import Field, PositiveInt
 from indexing.store.errors import InputError
 from indexing.store.schemas import parsed
 from indexing.store.settings import Fraction, Size, settings, size_bytes
-from indexing.tokenization.installation import install_tokenizer
-from indexing.tokenization.metadata import read_meta
+from indexing.tokenization.installation import open_installed
 from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.results import ResultOptions
 from pipelines.config import Config
@@ -141,9 +139,7 @@ def vocabulary(settings: TokenizerSettings) -> int:
     """
     if settings.is_trained or not Path(settings.path).expanduser().exists():
         return settings.vocab_size
-    with tempfile.TemporaryDirectory() as folder:
-        install_tokenizer(settings, Path(folder))
-        return read_meta(Path(folder)).vocab_size
+    return open_installed(settings).vocab_size
 
 
 def plan_training(options: PlanTrainOptions) -> TrainPlan:

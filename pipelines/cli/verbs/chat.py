@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt
 
 from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES
 from indexing.store.errors import InputError
-from indexing.store.settings import settings
+from indexing.store.settings import Fraction, settings
 from pipelines.cli.results import Format, print_result
 from pipelines.cli.verbs.generate import print_runs, print_text, quoted, verbatim_runs
 from pipelines.terminal.output import echo, one_line
@@ -53,9 +53,9 @@ class ChatOptions(GenerationSettings):
     """Largest number of passages in the prompt."""
     passage_tokens: PositiveInt = PASSAGE_TOKENS
     """Largest number of tokens of all passages."""
-    least_match: Annotated[float, Field(ge=0, le=1)] | None = None
-    """How much of the question the best passage must say, by terms, 0 to 1; else the model answers without passages. None: 0.25,
-    for Chinese 0.13."""
+    least_match: Fraction | None = None
+    """How much of the question the best passage must say, by terms, 0 to 1; if it says less, the model answers without
+    passages. None: 0.25, for Chinese 0.13."""
     copy: bool = True
     """Also copy from the passages and from the datastore, if the model does. `--no-copy`: passages in the prompt only."""
     max_tokens: PositiveInt = 256

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES
+from indexing.store.settings import Fraction
 from retro.inference.quotes import Grounding
 from retro.inference.source_texts import Sources
 from retro.server.schemas import (
@@ -212,10 +213,10 @@ class PassageRequest(LenientRequest):
         PASSAGE_TOKENS,
         description="Largest number of tokens of all passages. Fewer are taken where the context is smaller.",
     )
-    least_match: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    least_match: Fraction | None = Field(
         None,
-        description="How much of the question the best passage must say, by terms, or there are no passages. Null: 0.25, for Chinese 0.13; "
-        "0: passages for every question.",
+        description="How much of the question the best passage must say, by terms, 0 to 1; if it says less, there are no passages. Null: "
+        "0.25, for Chinese 0.13; 0: passages for every question.",
     )
     copies: bool = Field(
         True,

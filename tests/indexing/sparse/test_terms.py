@@ -33,6 +33,6 @@ def test_a_query_has_no_function_words_unless_it_has_no_others(text: str, expect
     assert query_terms(text) == expected
 
 
-def test_words_are_terms_without_pairs_of_characters() -> None:
-    assert words("The towers of 北京塔, 42 한국") == ["the", "tower", "of", "北", "京", "塔", "42", "한국"]
+def test_words_are_those_between_blanks_and_chinese_characters() -> None:
+    assert words("The towers of 北京塔, 42 한국") == ["the", "towers", "of", "北", "京", "塔", "42", "한국"]
     assert words("") == []

@@ -269,7 +269,12 @@ sys.exit(main(["index", sys.argv[1], "--executor.workers", "2"]))
 """
 
 
-KILLS = int(os.environ.get("RETRO_KILLS", "12"))  # RETRO_KILLS=300 pytest -s -m slow -k killed: the kills in each stage
+EACH = int(os.environ.get("RETRO_KILLS", "0"))  # RETRO_KILLS=30 pytest -m slow -k killed_has: so many in each stage
+STAGES = ("chunk", "embed", "add", "sparse", "neighbors", "suffixes", "votes")  # that have workers
+
+
+def are_enough(kills: Counter[str]) -> bool:
+    return all(kills[stage] >= EACH for stage in STAGES) if EACH else kills.total() >= 12
 
 
 def processes_of(mark: str) -> list[int]:
@@ -289,25 +294,24 @@ def test_a_build_whose_processes_are_killed_has_the_same_bytes_and_leaves_none(
     """Workers, and each third time the process that started them, are killed at random times, in all stages."""
     config = tiny_config(tmp_path / "killed", tiny_corpus, skip_stages=())
     whole = build_local(tiny_config(tmp_path / "whole", tiny_corpus, skip_stages=()))
-    file, mark, draw, kills = tmp_path / "config.toml", f"MARK={tmp_path}", random.Random(0), 0
+    file, mark, draw, kills = tmp_path / "config.toml", f"MARK={tmp_path}", random.Random(0), Counter[str]()
     file.write_text(to_toml(config))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MARK": str(tmp_path)}
-    finished, log, stages = False, tmp_path / "log", Counter[str]()
-    while kills < KILLS or not finished:
+    finished, log = False, tmp_path / "log"
+    while not (finished and are_enough(kills)):
         if finished:
             shutil.rmtree(config.datastore)
         with open(log, "w") as errors:
             parent = subprocess.Popen([sys.executable, "-c", BUILD, file], env=environment, stderr=errors)
         while parent.poll() is None:
             workers = [pid for pid in processes_of(mark) if pid != parent.pid]
-            if kills < KILLS and workers:
+            stage = (re.findall(r"stage \d+ of \d+, ([\w-]+)", log.read_text()) or ["start"])[-1]
+            if workers and not are_enough(kills) and not (EACH and kills[stage] >= EACH):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(parent.pid if kills % 3 == 2 else draw.choice(workers), signal.SIGKILL)
-                kills += 1
-                stages[(re.findall(r"stage \d+ of \d+, ([\w-]+)", log.read_text()) or ["start"])[-1]] += 1
+                    os.kill(parent.pid if kills[stage] % 3 == 2 else draw.choice(workers), signal.SIGKILL)
+                kills[stage] += 1
             time.sleep(draw.uniform(0.2, 1.0))
         finished = parent.returncode == 0
         wait_for(lambda: not processes_of(mark))
-    print(dict(stages))
     assert contents(config.datastore) == contents(whole.folder)
     assert not [path for path in config.datastore.rglob("*") if path.name.endswith(".tmp")]

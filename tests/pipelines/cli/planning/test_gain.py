@@ -58,7 +58,7 @@ def test_sizes_that_are_not_on_a_line_are_no_promise() -> None:
     for window in crooked:
         window.nats[2] = window.nats[1] * 0.92  # -9% between -1% and -5%
     text = text_of(estimate(PARTS, crooked, 3e6, 10))
-    assert "the rows beyond the sample are a guess" in text
+    assert "The rows beyond the sample are a guess" in text
     assert "--sample-bytes" in text
     assert "a guess" not in text_of(estimate(PARTS, scores(), 3e6, 10))
 

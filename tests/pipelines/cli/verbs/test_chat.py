@@ -74,7 +74,7 @@ def test_a_conversation_keeps_its_questions_until_it_is_new_or_ends(
     assert searched[3:] == [("title 7",)]
     printed = capsys.readouterr().err
     assert printed.count("[1] ") == 3
-    assert printed.count("No passage fits the question") == 1  # "who?" says nothing
+    assert printed.count("No passage fits the question") == 1  # to "who?"
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_conversation_continues(
