@@ -308,7 +308,7 @@ def test_a_build_whose_processes_are_killed_has_the_same_bytes_and_leaves_none(
             stage = (re.findall(r"stage \d+ of \d+, ([\w-]+)", log.read_text()) or ["start"])[-1]
             if workers and not are_enough(kills) and not (EACH and kills[stage] >= EACH):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(parent.pid if kills[stage] % 3 == 2 else draw.choice(workers), signal.SIGKILL)
+                    os.kill(parent.pid if kills.total() % 3 == 2 else draw.choice(workers), signal.SIGKILL)
                 kills[stage] += 1
             time.sleep(draw.uniform(0.2, 1.0))
         finished = parent.returncode == 0
