@@ -66,7 +66,8 @@ class Tokenizer:
     def open(cls, folder: Path, num_threads: int = -1) -> "Tokenizer":
         """Open the tokenizer in `folder`; `num_threads` is for encode_batch, -1 = one per core.
 
-        Hugging Face tokenizers take their number of threads from the environment variable RAYON_NUM_THREADS instead.
+        Hugging Face tokenizers take their number of threads from the environment instead: RAYON_NUM_THREADS, and for tiktoken
+        OMP_NUM_THREADS.
 
         Raises:
             InputError: there is none, or the package that reads it is not installed.
