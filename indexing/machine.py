@@ -118,11 +118,12 @@ def for_each(function: Callable[[T], object], items: Sequence[T], workers: int |
 
 
 @functools.cache
-def compiled(function: Callable[..., R]) -> Callable[..., R]:
+def compiled(function: Callable[..., R], *, free_sums: bool = False) -> Callable[..., R]:
     """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a
     second, more for functions that call others, and the file system keeps the result for later processes.
 
-    Floats are rounded as written, so all processors give the same results. The function releases the GIL, does not
+    Floats are rounded as written, so all processors give the same results; with `free_sums` in the order that is the
+    fastest, which differs between processors but not between calls. The function releases the GIL, does not
     check indexes, and calls only functions of its own file. Constants keep their values: who changes one in another
     file has to change the function's file too, since the kept result is that of the file.
 
@@ -132,7 +133,9 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
 
     _log_compilations()
     _copy_read_only_cache()
-    options = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    if free_sums:
+        options["fastmath"] = {"reassoc", "contract", "nsz"}
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
         _KEPT[function] = True

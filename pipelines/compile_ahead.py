@@ -26,6 +26,7 @@ vocab_size = 500
 d_model = 32
 d_ffw = 64
 num_layers = 2
+activation = "swiglu"
 copy_head = {{context = true, neighbors = true, datastore = true}}
 
 [model.retrieval]

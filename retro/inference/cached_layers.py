@@ -39,7 +39,8 @@ class Span(NamedTuple):
 
     rows: list[Row]
     tokens: Tensor  # [N, n]
-    at: Tensor  # [N], slots of the rows
+    places: np.ndarray  # [N], slots of the rows
+    at: Tensor  # the same
     slots: slice | Tensor  # the same slots; a slice if they follow each other, which avoids a copy
     starts: np.ndarray  # [N], position of each row's first token
     positions: Tensor  # [N, n]
@@ -47,6 +48,7 @@ class Span(NamedTuple):
     begins: Tensor  # bool [N, 1, 1, 1], True for rows that begin with this pass
     columns: Tensor  # [N, n], columns of the tokens in the cache
     stop: int  # number of keys to read
+    window: int  # tokens that a token sees, with itself; 0 = all before it
     num_neighbors: int  # the largest K of the rows
 
     def before(self, stored: Tensor, layer: int, new: Tensor) -> Tensor | None:
@@ -143,6 +145,7 @@ class CachedLayers:
         return Span(
             rows=rows,
             tokens=self._put(tokens),
+            places=np.array(at),
             at=self._put(np.array(at)),
             slots=slice(at[0], at[-1] + 1) if at[-1] - at[0] + 1 == len(at) else self._put(np.array(at)),
             starts=starts,
@@ -151,6 +154,7 @@ class CachedLayers:
             begins=self._put(begins).bool()[:, None, None, None],
             columns=columns,
             stop=stop,
+            window=self.model.settings.attention.sliding_window,
             num_neighbors=max(row.num_neighbors for row in rows),
         )
 

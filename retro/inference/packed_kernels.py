@@ -17,7 +17,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from indexing.measured import INNER, ROWS, WIDTH, Question, fastest, layer_weights, random_numbers
 from retro.inference.drafts import LONGEST_DRAFT
@@ -110,18 +110,40 @@ class PackedProduct:
 
     Attributes:
         few: name of the kernel for few rows.
+        of_few: this kernel.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, few: str, many: str) -> None:
         """Pack a weight [outputs, inputs]; the bias has one number per output. `few`, `many`: see `KERNELS`."""
-        self.few, self._few = few, KERNELS[few](weight, bias)
-        self._many = self._few if many == few else KERNELS[many](weight, bias)
+        self.few, self.of_few = few, KERNELS[few](weight, bias)
+        self._many = self.of_few if many == few else KERNELS[many](weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs], in the dtype of the kernel's results."""
         rows = x.flatten(0, -2)
-        kernel = self._few if len(rows) <= FEW_ROWS else self._many
+        kernel = self.of_few if len(rows) <= FEW_ROWS else self._many
         return kernel(rows).unflatten(0, x.shape[:-1])
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is packed.
+
+    Attributes:
+        few: its product for at most `FEW_ROWS` rows, see `Kernel`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, few: str, many: str) -> None:
+        """Arguments as of `PackedProduct`."""
+        super().__init__()
+        self._product = PackedProduct(weight.detach(), None if bias is None else bias.detach(), few, many)
+        self.few = self._product.of_few
+        # The parameters are only counted, and have no memory.
+        self.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().to("meta"), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs], in the dtype of the kernel's results."""
+        return self._product(x)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

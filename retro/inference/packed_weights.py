@@ -12,24 +12,9 @@ from torch import Tensor, nn
 
 from indexing.machine import onednn_has_bfloat16
 from retro.device import Placement
-from retro.inference.packed_kernels import PackedProduct, few_rows, has_fbgemm, kernel_of, many_rows
+from retro.inference.few_tokens import with_loops
+from retro.inference.packed_kernels import PackedLinear, PackedProduct, few_rows, has_fbgemm, kernel_of, many_rows
 from retro.model.retro import Retro
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is packed."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, few: str, many: str) -> None:
-        """Arguments as of `PackedProduct`."""
-        super().__init__()
-        self._product = PackedProduct(weight.detach(), None if bias is None else bias.detach(), few, many)
-        # The parameters are only counted, and have no memory.
-        self.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().to("meta"), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] to [..., outputs], in the dtype of the kernel's results."""
-        return self._product(x)
 
 
 def can_pack(placement: Placement) -> bool:
@@ -75,6 +60,7 @@ def pack_with(model: Retro, few: str, many: str) -> None:
             for key, child in list(block.named_children()):
                 if type(child) is nn.Linear and key not in ("distance_proj", "router"):
                     setattr(block, key, PackedLinear(child.weight, child.bias, few, many))
+    with_loops(model)
 
 
 def _joined(block: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
