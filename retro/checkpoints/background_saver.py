@@ -24,7 +24,9 @@ class Saver:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # With OpenMP's threads for it, there would be more of them than cores. All of them would then sleep between the
+        # training loop's small operations, instead of waiting for the next one.
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=torch.set_num_threads, initargs=(1,))
         self._running: Future[object] | None = None
         self._buffers: TensorFiles = {}
 
