@@ -98,6 +98,31 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
             torch.set_num_threads(threads)
 
 
+def on_background_thread(name: str) -> ThreadPoolExecutor:
+    """Start a thread, by this name, for work beside torch's on the calling thread.
+
+    OpenMP keeps threads for each thread that has computed something large, until that one ends. If it has more of them
+    than there are cores, all sleep between operations, and small ones take twice as long. So torch has a single one
+    there.
+    """
+    import torch
+
+    with _TORCH_THREADS:
+        threads = torch.get_num_threads()
+        pool = ThreadPoolExecutor(1, name)
+        pool.submit(torch.get_num_threads).result()  # later, this would set the thread's number to the process's
+        pool.submit(torch.set_num_threads, 1).result()
+        torch.set_num_threads(threads)  # the number for threads to come
+    return pool
+
+
+def on_ending_thread(function: Callable[[], R]) -> R:
+    """Call a function on a thread that then ends, and OpenMP's threads with it; see `on_background_thread`. For
+    preparations, before another thread computes."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 def for_each(function: Callable[[T], object], items: Sequence[T], workers: int | None = None) -> None:
     """Call a function of numpy with each item, on several threads; a single item or worker stays on this thread.
 

@@ -7,11 +7,12 @@ Each process of a run has a saver. It copies the local shard of a DTensor.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from indexing.machine import on_background_thread
 from retro.checkpoints.checkpoint import TensorFiles
 from retro.parallel.gradient_norms import local
 
@@ -24,9 +25,7 @@ class Saver:
     """
 
     def __init__(self) -> None:
-        # With OpenMP's threads for it, there would be more of them than cores. All of them would then sleep between the
-        # training loop's small operations, instead of waiting for the next one.
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=torch.set_num_threads, initargs=(1,))
+        self._thread = on_background_thread("checkpoint")
         self._running: Future[object] | None = None
         self._buffers: TensorFiles = {}
 

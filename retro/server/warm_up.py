@@ -9,10 +9,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from indexing.machine import on_ending_thread
 from indexing.progress import during
 from indexing.store.errors import DamagedFile
 from indexing.store.remote import url_of
@@ -51,7 +53,7 @@ async def before_ready(service: "Service") -> None:
     A damaged file is reported: the server starts, and answers 503 with its name. Any other error ends the start.
     """
     try:
-        await asyncio.to_thread(run_all, list(first_uses(service)))
+        await asyncio.to_thread(on_ending_thread, partial(run_all, list(first_uses(service))))
     except Exception as error:
         explained = await service.files.explained(error)
         if not isinstance(explained, DamagedFile):

@@ -1,6 +1,5 @@
 """Memory under limits of control groups, and work on several threads."""
 
-import gc
 import importlib.util
 import json
 import logging
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,8 @@ from indexing.machine import (
     for_each,
     map_ahead,
     map_largest_first,
+    on_background_thread,
+    on_ending_thread,
     one_thread_each,
     usable_memory,
 )
@@ -90,6 +92,30 @@ def test_overlapping_users_restore_the_original_number_of_threads() -> None:
     assert found == [before]
 
 
+def test_torch_has_one_thread_in_the_background_and_its_number_elsewhere(two_threads: None) -> None:
+    def threads_of_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    with on_background_thread("saves") as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
+        assert pool.submit(lambda: threading.current_thread().name).result().startswith("saves")
+        assert torch.get_num_threads() == threads_of_a_new_thread() == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads of the system are counted on Linux")
+def test_threads_of_openmp_end_with_an_ending_thread(two_threads: None) -> None:
+    def threads_of_the_system() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    large, before = torch.ones(1 << 22), threads_of_the_system()
+    assert on_ending_thread(lambda: large.exp() is not None and threads_of_the_system()) >= before + 2
+    deadline = time.monotonic() + PATIENCE
+    while threads_of_the_system() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_error_in_a_thread_is_raised_and_threads_are_restored() -> None:
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError), one_thread_each(2) as run:
@@ -132,24 +158,23 @@ def test_an_error_and_ctrl_c_end_all_calls_within_their_work(
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 3)
     begun = set[int]()
-    gc.disable()  # an interrupt within Hypothesis's callback of the garbage collector would be lost
 
     def work(item: int, count: Callable[[int], None]) -> None:
         begun.add(item)
         while len(begun) < 3:
             time.sleep(0.001)
-        if item == 1 and error is KeyboardInterrupt:
-            os.kill(os.getpid(), signal.SIGINT)  # the main thread receives it
-        elif item == 1:
+        if item == 1 and error is KeyError:
             raise error
+        again = 0.0
         while True:  # to the next count
+            if item == 1 and time.monotonic() > again:
+                # The main thread receives it. Within a callback of the garbage collector it would be lost.
+                os.kill(os.getpid(), signal.SIGINT)
+                again = time.monotonic() + 5
             count(1)
 
-    try:
-        with pytest.raises(error):
-            map_largest_first(work, range(100), [1] * 100)
-    finally:
-        gc.enable()
+    with pytest.raises(error):
+        map_largest_first(work, range(100), [1] * 100)
     assert len(begun) < 100
 
 

@@ -16,12 +16,14 @@ import socket
 import sys
 import time
 from dataclasses import field, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import uvicorn
 from pydantic import Field
 
+from indexing.machine import on_ending_thread
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
 from pipelines.executors.settings import ClusterSettings, ExecutorChoice
@@ -29,6 +31,8 @@ from pipelines.terminal.output import echo
 from retro.server.settings import ServeSettings
 
 if TYPE_CHECKING:
+    from indexing.retrieval.retriever import Retriever
+    from retro.inference.language_model import LanguageModel
     from retro.server.service import Service
 
 log = logging.getLogger("retro")
@@ -63,7 +67,6 @@ class ServeOptions(ServeSettings):
 def serve(datastore: str, options: ServeOptions) -> int:
     """`retro serve DATASTORE`."""
     from indexing.retrieval.retriever import Retriever
-    from retro.inference.language_model import LanguageModel
     from retro.server.app import make_app
     from retro.server.protocol import uvicorn_config
 
@@ -75,10 +78,7 @@ def serve(datastore: str, options: ServeOptions) -> int:
         retriever = Retriever.open(datastore, *options.extra_datastores)
         language_model = None
         if options.checkpoint:
-            size = options.neighbor_cache_bytes
-            language_model = LanguageModel.open(
-                options.checkpoint, retriever, options.device, neighbor_cache_bytes=size
-            )
+            language_model = on_ending_thread(partial(_open_model, retriever, options))
         app = make_app(retriever, language_model, options, token=token)
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -94,6 +94,13 @@ def serve(datastore: str, options: ServeOptions) -> int:
     answered = "all accepted requests were answered"
     echo(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}")
     return 0
+
+
+def _open_model(retriever: "Retriever", options: ServeOptions) -> "LanguageModel":
+    from retro.inference.language_model import LanguageModel
+
+    size = options.neighbor_cache_bytes
+    return LanguageModel.open(options.checkpoint, retriever, options.device, neighbor_cache_bytes=size)
 
 
 def _serve_on_ray(datastores: tuple[str, ...], options: ServeOptions, token: str) -> int:

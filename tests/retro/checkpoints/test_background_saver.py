@@ -75,6 +75,14 @@ def test_a_background_save_equals_a_foreground_save_while_training_continues(tmp
     assert len(files(tmp_path / "plain")) == 8
 
 
+def test_its_thread_takes_no_cores_of_training() -> None:
+    saver, seen, threads = Saver(), list[int](), torch.get_num_threads()
+    saver.save({"file": {"a": torch.ones(3)}}, lambda _: seen.append(torch.get_num_threads()))
+    saver.close()
+    assert seen == [1]
+    assert torch.get_num_threads() == threads
+
+
 def test_a_second_save_waits_for_the_first_and_reuses_its_memory() -> None:
     tensors = {"file": {"a": torch.arange(5.0)}}
     saver, seen = Saver(), []
