@@ -109,7 +109,10 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     limit = budget(options)
-    for corpus in [Path(options.base), *options.corpora] if options.base != "summary" else ():
+    corpora = [Path(options.base), *options.corpora] if options.base != "summary" else []
+    if len({corpus.name for corpus in corpora}) < len(corpora):
+        parser.error("two corpora have the same file name, which names their results; give one of them another name")
+    for corpus in corpora:
         stored = options.output / f"{corpus.name.partition('.')[0]}-{options.preset}-{options.steps}.json"
         write(stored, measure(corpus, options, limit))
     summary(options.output)
