@@ -11,7 +11,7 @@ of the shape comments as in `attention.py`.
 
 import math
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +84,8 @@ def fits_bounds(settings: AttentionSettings, dtype: torch.dtype) -> bool:
 
 
 def _has_flash_for_bounds(device: str) -> bool:
-    """True on NVIDIA GPUs since Ampere, with PyTorch 2.12 or later: earlier releases cannot share keys among heads
-    there."""
-    if device != "cuda" or torch.version.hip is not None or torch.__version__ < "2.12":
+    """True on NVIDIA GPUs since Ampere."""
+    if device != "cuda" or torch.version.hip is not None:
         return False
     built = torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -188,11 +187,20 @@ def dot_product_attention_with_lse(
     return _sums((scores - lse[..., None]).exp().to(v.dtype), v), lse
 
 
+_VARLEN_SHARES_KEYS = torch.__version__ >= "2.12"
+"""Whether PyTorch's attention of variable length takes heads that share keys."""
+
+
 def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     """Causal attention within documents, [N, H, T, C]: flash attention over sequences of variable length."""
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
 
     num_rows, _, num_tokens, _ = q.shape
+    sharing: dict[str, Any] = {}
+    if k.shape[1] < q.shape[1] and _VARLEN_SHARES_KEYS:
+        sharing = {"enable_gqa": True}
+    elif k.shape[1] < q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     # Documents of variable length follow each other in one row, so rows of the batch do too: [N·T, H, C], [N·T, G, C]
     # twice.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -206,7 +214,7 @@ def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float
         num_tokens,
         scale=scale,
         window_size=(bounds.window - 1 if bounds.window else -1, 0),
-        enable_gqa=True,
+        **sharing,
     )
     assert isinstance(y, Tensor)
     return y.unflatten(0, (num_rows, num_tokens)).transpose(1, 2)

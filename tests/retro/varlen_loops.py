@@ -30,9 +30,10 @@ def each_document(ends: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends.tolist()) if b > a]
 
 
-def forward(q, k, v, ends, ends_k, max_q, max_k, is_causal, scale, window, enable_gqa, *rest):
+def forward(q, k, v, ends, ends_k, max_q, max_k, is_causal, scale, window, enable_gqa=False, *rest):
     assert is_causal == (window == [-1, 0])
-    assert enable_gqa
+    assert enable_gqa == (k.shape[1] < q.shape[1])
+    assert enable_gqa <= kernels._VARLEN_SHARES_KEYS
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
     for at in each_document(ends):
         assert at.stop - at.start <= max_q

@@ -33,10 +33,12 @@ def test_bounds_are_where_documents_begin_and_end(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 6])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("shares", [True, False])  # PyTorch 2.11 cannot share keys
 def test_attention_within_bounds_equals_attention_with_a_mask(
-    window: int, kv_heads: int, varlen_on_cpu: list[Bounds]
+    window: int, kv_heads: int, shares: bool, varlen_on_cpu: list[Bounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(kernels, "_VARLEN_SHARES_KEYS", shares)
     inputs = [torch.randn(4, heads, T, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
     mask = document_mask(DOCUMENTS, M, T)
     if window:
