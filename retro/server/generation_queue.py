@@ -93,9 +93,10 @@ class GenerationQueue:
     ) -> None:
         self._before_step = before_step
         self._language_model, self._max_num_seqs, self._metrics = language_model, max_num_seqs, metrics
-        self._batch, self.num_running = language_model.batch(), 0  # only the thread uses the batch
         self._count_batch = metrics.count_batch("generate")
         self._thread, self._running = ThreadPoolExecutor(1, thread_name_prefix="generate"), False
+        # Only the thread uses the batch. It makes it too: see `machine.on_background_thread`.
+        self._batch, self.num_running = self._thread.submit(language_model.batch).result(), 0
         self._requests: list[_Request] = []
         self._lock = threading.Lock()  # guards `_requests` and `_running`
 
