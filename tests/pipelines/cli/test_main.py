@@ -380,6 +380,7 @@ def test_a_verb_breaks_its_silence_in_the_first_process_unless_it_waits_for_requ
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "100000")
     monkeypatch.setattr(f"pipelines.cli.{VERBS[verb].module}.{VERBS[verb].run}", run)
     assert main([verb, str(trained / "datastore")]) == 0
     assert running == names
@@ -447,9 +448,22 @@ def test_a_package_that_does_not_import_is_one_message_and_our_own_mistake_is_no
         cli.main(["index", "a.toml"])
 
 
-@pytest.mark.parametrize(("verb", "policy"), [("search", "PASSIVE"), ("inspect", "PASSIVE"), ("train", None)])
-def test_waiting_threads_sleep_except_in_training(monkeypatch, verb: str, policy: str | None) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # recorded, so that it is restored
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    assert main([verb, "nowhere", *(["text"] if verb == "search" else [])]) == 2
+@pytest.mark.parametrize(
+    ("command", "policy", "spins"),
+    [
+        (["search", "nowhere", "text"], "PASSIVE", None),
+        (["inspect", "nowhere"], "PASSIVE", None),
+        (["serve", "nowhere"], None, "100000"),
+        (["eval", "qa", "nowhere", "nothing"], None, "100000"),
+        (["train", "nowhere"], None, None),
+    ],
+)
+def test_waiting_threads_sleep_at_once_or_soon_or_as_openmp_decides(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], policy: str | None, spins: str | None
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "recorded, so that it is restored")
+        monkeypatch.delenv(name)
+    assert main(command) == 2
     assert os.environ.get("OMP_WAIT_POLICY") == policy
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
