@@ -260,9 +260,9 @@ def run_verb(arguments: Sequence[str]) -> int:
     name, rest = find_verb(arguments)
     # Faiss and torch read these when they are loaded, and each has its own pool of threads. Waiting threads that spin take
     # cores from the other pool. Those that sleep at once make generation take a third longer, as its operations are
-    # short (docs/results/speed.md). So verbs that compute with a model let them spin for some tenths of a millisecond.
-    # Training uses one pool: it keeps OpenMP's default.
-    if name.partition(" ")[0] in ("chat", "demo", "eval", "generate", "serve"):
+    # short (docs/results/speed.md). So verbs that generate or train let them spin for some tenths of a millisecond.
+    # `retro train` uses one pool: it keeps OpenMP's default.
+    if name.partition(" ")[0] in ("chat", "demo", "generate", "serve"):
         os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     elif name not in ("train", "finetune"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -454,7 +454,7 @@ def test_a_package_that_does_not_import_is_one_message_and_our_own_mistake_is_no
         (["search", "nowhere", "text"], "PASSIVE", None),
         (["inspect", "nowhere"], "PASSIVE", None),
         (["serve", "nowhere"], None, "100000"),
-        (["eval", "qa", "nowhere", "nothing"], None, "100000"),
+        (["eval", "qa", "nowhere", "nothing"], "PASSIVE", None),
         (["train", "nowhere"], None, None),
     ],
 )
