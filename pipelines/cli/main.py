@@ -262,7 +262,7 @@ def run_verb(arguments: Sequence[str]) -> int:
     # cores from the other pool. Those that sleep at once make generation take a third longer, as its operations are
     # short (docs/results/speed.md). So verbs that generate or train let them spin for some tenths of a millisecond.
     # `retro train` uses one pool: it keeps OpenMP's default.
-    if name.partition(" ")[0] in ("chat", "demo", "generate", "serve"):
+    if name in ("chat", "demo", "generate", "serve"):
         os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     elif name not in ("train", "finetune"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
