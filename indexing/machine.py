@@ -99,11 +99,11 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
 
 
 def on_background_thread(name: str) -> ThreadPoolExecutor:
-    """Start a thread, by this name, for work beside torch's on the calling thread.
+    """Start a thread with a name, for background work while torch computes on the calling thread.
 
-    OpenMP keeps threads for each thread that has computed something large, until that one ends. If it has more of them
-    than there are cores, all sleep between operations, and small ones take twice as long. So torch has a single one
-    there.
+    OpenMP starts helper threads for every thread that computes something large, and keeps them until that thread ends.
+    If there are more helpers than cores, all of them sleep between operations, and small operations take up to twice as
+    long. So torch uses one thread in the background, without helpers.
     """
     import torch
 
@@ -117,8 +117,8 @@ def on_background_thread(name: str) -> ThreadPoolExecutor:
 
 
 def on_ending_thread(function: Callable[[], R]) -> R:
-    """Call a function on a thread that then ends, and OpenMP's threads with it; see `on_background_thread`. For
-    preparations, before another thread computes."""
+    """Call a function on a new thread. When it ends, OpenMP's helper threads end too; see `on_background_thread`. Use it
+    to prepare what another thread computes with."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
@@ -147,8 +147,8 @@ def compiled(function: Callable[..., R], *, free_sums: bool = False) -> Callable
     """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a
     second, more for functions that call others, and the file system keeps the result for later processes.
 
-    Floats are rounded as written, so all processors give the same results; with `free_sums` in the order that is the
-    fastest, which differs between processors but not between calls. The function releases the GIL, does not
+    Floats are rounded as written, so all processors give the same results. With `free_sums`, sums are
+    added in the fastest order, which differs between processors but not between calls. The function releases the GIL, does not
     check indexes, and calls only functions of its own file. Constants keep their values: who changes one in another
     file has to change the function's file too, since the kept result is that of the file.
 

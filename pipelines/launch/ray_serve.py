@@ -21,7 +21,6 @@ import numpy as np
 
 from indexing.index.exact_search import rerank
 from indexing.index.sharded import ShardedIndex
-from indexing.machine import on_ending_thread
 from indexing.neighbors.search import merge_nearest
 from indexing.retrieval.candidates import PartsMissing
 from indexing.retrieval.retriever import Retriever
@@ -221,9 +220,7 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
     model = None
     if served.checkpoint:
         size = served.settings.neighbor_cache_bytes
-        model = on_ending_thread(
-            lambda: LanguageModel.open(served.checkpoint, retriever, served.device, neighbor_cache_bytes=size)
-        )
+        model = LanguageModel.open(served.checkpoint, retriever, served.device, neighbor_cache_bytes=size)
     return make_app(retriever, model, served.settings, token=served.token)
 
 

@@ -40,7 +40,7 @@ class Span(NamedTuple):
     rows: list[Row]
     tokens: Tensor  # [N, n]
     places: np.ndarray  # [N], slots of the rows
-    at: Tensor  # the same
+    at: Tensor  # the same, on the device
     slots: slice | Tensor  # the same slots; a slice if they follow each other, which avoids a copy
     starts: np.ndarray  # [N], position of each row's first token
     positions: Tensor  # [N, n]
@@ -48,7 +48,6 @@ class Span(NamedTuple):
     begins: Tensor  # bool [N, 1, 1, 1], True for rows that begin with this pass
     columns: Tensor  # [N, n], columns of the tokens in the cache
     stop: int  # number of keys to read
-    window: int  # tokens that a token sees, with itself; 0 = all before it
     num_neighbors: int  # the largest K of the rows
 
     def before(self, stored: Tensor, layer: int, new: Tensor) -> Tensor | None:
@@ -154,7 +153,6 @@ class CachedLayers:
             begins=self._put(begins).bool()[:, None, None, None],
             columns=columns,
             stop=stop,
-            window=self.model.settings.attention.sliding_window,
             num_neighbors=max(row.num_neighbors for row in rows),
         )
 

@@ -92,7 +92,7 @@ def test_overlapping_users_restore_the_original_number_of_threads() -> None:
     assert found == [before]
 
 
-def test_torch_has_one_thread_in_the_background_and_its_number_elsewhere(two_threads: None) -> None:
+def test_torch_has_one_thread_in_the_background_and_its_number_elsewhere() -> None:
     def threads_of_a_new_thread() -> int:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(torch.get_num_threads).result()
@@ -104,7 +104,7 @@ def test_torch_has_one_thread_in_the_background_and_its_number_elsewhere(two_thr
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads of the system are counted on Linux")
-def test_threads_of_openmp_end_with_an_ending_thread(two_threads: None) -> None:
+def test_threads_of_openmp_end_with_an_ending_thread() -> None:
     def threads_of_the_system() -> int:
         return len(os.listdir("/proc/self/task"))
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from retro.copying.rows import Row
-from retro.device import Placement
 from retro.inference import few_tokens
 from retro.inference.decoder import Decoder
 from retro.inference.few_tokens import AttentionOfFew
@@ -46,10 +45,10 @@ def packed(name: str) -> Retro:
     return model
 
 
-def logits(model: Retro, placement: Placement = FLOAT32) -> Iterator[Tensor]:
+def logits(model: Retro) -> Iterator[Tensor]:
     """Of texts of several lengths that grow by a token in each step, while some leave and one joins."""
     rng = np.random.default_rng(0)
-    decoder = Decoder(model, placement, 8 * M)
+    decoder = Decoder(model, FLOAT32, 8 * M)
     rows = [decoder.add(rng.integers(0, V, length), retriever(2)) for length in (1, 3, 2 * M, 5 * M, 7 * M)]
     for step in range(3 * M):
         if step in (M, 2 * M):
