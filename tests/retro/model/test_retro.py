@@ -153,7 +153,8 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
     off = logits(model, tokens)
-    assert torch.equal(logits(model, tokens, None, neighbors, torch.zeros_like(lengths)), off)
+    # A reading decoder computes products of text and neighbors together, and a library may round more rows differently.
+    torch.testing.assert_close(logits(model, tokens, None, neighbors, torch.zeros_like(lengths)), off)
     assert torch.equal(logits(model, tokens, None, neighbors[:, :, :0], lengths[:, :, :0]), off)
     lengths[0] = 0  # retrieval is dropped for one of the two sequences
     on = model(Inputs(tokens, None, neighbors, lengths))
