@@ -259,12 +259,12 @@ def run_verb(arguments: Sequence[str]) -> int:
     """
     name, rest = find_verb(arguments)
     # Faiss and torch read these when they are loaded, and each has its own pool of threads. Waiting threads that spin take
-    # cores from the other pool. Those that sleep at once make generation take a third longer, as its operations are
-    # short (docs/results/speed.md). So verbs that generate or train let them spin for some tenths of a millisecond.
-    # `retro train` uses one pool: it keeps OpenMP's default.
-    if name in ("chat", "demo", "generate", "serve"):
-        os.environ.setdefault("GOMP_SPINCOUNT", "100000")
-    elif name not in ("train", "finetune"):
+    # cores from the other pool, and from other work. Those that sleep at once make training and generation take a third
+    # longer, as their operations are short. So verbs that train or generate let them spin for a moment
+    # (docs/results/speed.md).
+    if name in ("chat", "demo", "finetune", "generate", "serve", "train"):
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    else:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in VERBS:  # `retro eval --help`
         echo(verb_list({f"Verbs of retro {name}": words_after(name)}))
