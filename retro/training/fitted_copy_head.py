@@ -27,6 +27,8 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.suffixes.order import FOLDER as SUFFIXES
+from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import require_votes
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL, TokenLosses
@@ -57,7 +59,7 @@ class CopyFit(NamedTuple):
     """What fitting did. Losses are means in nats, over the tokens for which one of the sources has something.
 
     Attributes:
-        num_tokens: number of these tokens.
+        num_tokens: number of these tokens; 0 = nothing was fitted.
         off: loss with retrieval OFF. Cross-attention reads no neighbors either.
         before: loss with the initial networks.
         after: loss with the fitted networks.
@@ -86,17 +88,20 @@ def add_retrieval(
 ) -> CopyFit:
     """Write a model that copies from a datastore, and OFF equals the checkpoint unless `context` is added, as one file.
 
+    Fitting reads the votes of training text. If the datastore has `suffixes` and no `votes`, which generation and
+    scoring do not need, the networks stay as they were fitted to other text.
+
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
     Args:
         checkpoint: the model.
-        folder: folder or URL of a datastore with the stages of the sources: `neighbors`, `votes`. The file names it as
-            its own.
+        folder: folder or URL of a datastore with the stages of the sources: `neighbors`, `suffixes`. The file names it
+            as its own.
         file: see `single_file.export`; for a decoder of transformers, see `any_model.write_fitted`.
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
-        names: sources to add; empty = neighbors and the whole datastore (its votes), as far as they are stored and the
+        names: sources to add; empty = neighbors and the whole datastore, as far as their stages are finished and the
             model lacks them.
         reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the
             checkpoint.
@@ -114,7 +119,8 @@ def add_retrieval(
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
-    if settings.copy_head.datastore:
+    fits = not settings.copy_head.datastore or datastore.has(VOTES) or not datastore.has(SUFFIXES)
+    if settings.copy_head.datastore and fits:
         require_votes(datastore)
     if settings.retrieves:
         datastore.require("neighbors")
@@ -123,14 +129,20 @@ def add_retrieval(
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
-    span = max(m, min(SPAN, length) // m * m)
-    spans = replace(data, sequence_length=span)
-    source = TrainingData(
-        data.datastores, spans, retrieval=settings.retrieves, votes=bool(settings.copy_head.datastore)
-    )
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
-    batches = read_batches(source, -(-num_tokens // span), placement)
-    fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
+    fit = CopyFit(0, 0.0, 0.0, 0.0)
+    if not fits:
+        log.warning(
+            "copying is not fitted to %s, which has no stage 'votes': the networks are those of other text", folder
+        )
+    else:
+        span = max(m, min(SPAN, length) // m * m)
+        spans = replace(data, sequence_length=span)
+        source = TrainingData(
+            data.datastores, spans, retrieval=settings.retrieves, votes=bool(settings.copy_head.datastore)
+        )
+        batches = read_batches(source, -(-num_tokens // span), placement)
+        fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     if checkpoint.of_transformers:
         assert model.copy_head is not None
         figures = {"tokens": fit.num_tokens, "loss_off": fit.off, "loss_before": fit.before, "loss_after": fit.after}
@@ -152,7 +164,7 @@ def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> It
 def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
     has = checkpoint.model.copy_head.names
-    stages: dict[SourceName, str] = {"neighbors": "neighbors", "datastore": "votes"}
+    stages: dict[SourceName, str] = {"neighbors": "neighbors", "datastore": SUFFIXES}
     usual: list[SourceName] = [name for name, stage in stages.items() if datastore.has(stage)] or ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
     if twice := [name for name in chosen or ["neighbors"] if name in has]:

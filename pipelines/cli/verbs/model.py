@@ -90,9 +90,9 @@ class AddRetrievalOptions:
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
     sources: tuple[SourceName, ...] = ()
-    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`, which is
-    copied from with retrieval OFF too, as far as a text earns trust in it. Empty: neighbors and the whole datastore, of
-    both those whose stage is finished."""
+    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `suffixes`), and the own `context`, which
+    is copied from with retrieval OFF too, as far as a text earns trust in it. Empty: neighbors and the whole datastore,
+    of both those whose stage is finished. Without the stage `votes` nothing is fitted."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False
@@ -125,10 +125,11 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
             advance=advance,
         )
     reads_neighbors = open_model(options.output).model.retrieves
-    echo(
-        f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON"
-        f"{f' with {options.k} neighbors' * reads_neighbors}; `retro eval perplexity` measures held-out text"
-    )
+    if fit.num_tokens:
+        echo(
+            f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON"
+            f"{f' with {options.k} neighbors' * reads_neighbors}; `retro eval perplexity` measures held-out text"
+        )
     if reads_neighbors:
         echo(f"neighbors: {DataSettings(**checkpoint.neighbor_rules).neighbor_use.rule}")
     echo(f"{options.output}: {human_bytes(options.output.stat().st_size)}, datastore {folder}")

@@ -27,7 +27,7 @@ from retro.model_settings import ModelSettings, updated
 from retro.training.fitted_copy_head import CopyFit, add_retrieval
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
-from tests.conftest import build_local, tiny_config
+from tests.conftest import build_local, tiny_config, without_stages
 
 HERE = choose_placement("cpu", "float32")
 BASES = {
@@ -192,6 +192,19 @@ def test_a_datastore_with_votes_adds_both_sources_of_retrieval(
         added(near, voting_datastore.folder, tmp_path / "no.safetensors", names=["neighbors"])
     with pytest.raises(InputError, match="copies from neighbors already"):
         added(then, voting_datastore.folder, tmp_path / "no.safetensors")
+
+
+def test_without_votes_of_training_text_the_networks_of_other_text_copy(
+    config: Config, voting_datastore: Datastore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = without_stages(voting_datastore, tmp_path / "datastore", "votes").folder
+    base = trained(config, "without votes", BASES["plain"])
+    found, fit = added(base, folder, tmp_path / "added.safetensors")
+    assert (found.model.copy_head.neighbors, found.model.copy_head.datastore, fit.num_tokens) == (True, True, 0)
+    assert "no stage 'votes'" in caplog.text
+    text = Datastore.open(folder).train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
+    model = LanguageModel.open(found.path)
+    assert model.score([text], k=2)[0].sum() > model.score([text])[0].sum()
 
 
 def test_an_added_context_must_earn_trust_and_a_trained_one_needs_none(

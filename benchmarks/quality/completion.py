@@ -1,0 +1,177 @@
+"""Completion of functions of files that the datastore does not have, without and with retrieval: the next line and 64 tokens.
+
+    python -m benchmarks.quality.completion TREE --model MODEL --output FILE [--folders FILE]
+        [--functions 96]
+
+TREE is the folder that the model's datastore was built from, without the folders of FILE, a name on each line. A prompt
+has up to 400 tokens: a C file up to the third line of a function's body. Tokens are the likeliest ones. Measured are:
+
+- whether the next line is right,
+- edit similarity of 64 tokens with the file's, 1 - Levenshtein distance / longer length in characters,
+- the share of its names (identifiers of four and more letters) that occur in the file,
+- the share of 4-grams of tokens that occur once in it.
+
+Changes are of ON against OFF, with 95% intervals of a paired bootstrap over functions. The same command resumes.
+"""
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import Budget, add_minutes, budget, markdown, write
+from pipelines.cli.results import Table
+from retro.evaluation.answer_metrics import mean_with_interval
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+
+TOKENS, CONTEXT, BATCH = 64, 400, 8
+_FUNCTION = re.compile(r"\)\n\{\n((?:[\t\n].*\n?)+)\}\n")
+_NAME = re.compile(r"[A-Za-z_]\w{3,}")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function to complete.
+
+    Attributes:
+        file: below the tree.
+        before: text of the file up to the cut.
+        after: text from the cut on.
+    """
+
+    file: str
+    before: str
+    after: str
+
+
+def functions_of(tree: Path, folders: Sequence[str], count: int) -> list[Function]:
+    """Draw functions of ten lines or more, as many of each folder as needed."""
+    of_folder = [list(_in_folder(tree, folder)) for folder in folders]
+    found: list[Function] = []
+    while any(of_folder) and len(found) < count:
+        found += [rest.pop(0) for rest in of_folder if rest]
+    return found[:count]
+
+
+def _in_folder(tree: Path, folder: str) -> Iterator[Function]:
+    """A function of each file of a folder, in random order."""
+    files = sorted((tree / folder).rglob("*.c"))
+    random.Random(folder).shuffle(files)
+    for file in files:
+        text = file.read_text("utf-8", "replace")
+        bodies = [each for each in _FUNCTION.finditer(text) if each[1].count("\n") >= 10 and each.start() > 1500]
+        if bodies:
+            body = random.Random(file.name).choice(bodies)
+            cut = body.start(1) + len("".join(body[1].splitlines(keepends=True)[:3]))
+            while text[cut] == "\n":
+                cut += 1
+            yield Function(str(file.relative_to(tree)), text[:cut], text[cut:])
+
+
+def complete(
+    model: LanguageModel, functions: Sequence[Function], k: int, settings: GenerationSettings, limit: Budget
+) -> list[dict[str, float | str]]:
+    """Complete functions in batches; a row of measurements for each."""
+    rows: list[dict[str, float | str]] = []
+    starts = range(0, len(functions), BATCH)
+    for first in limit.each(starts, "batch"):
+        some = functions[first : first + BATCH]
+        prompts = [
+            np.asarray([model.tokenizer.bos_id, *model.tokenizer.encode(each.before)[-CONTEXT:]]) for each in some
+        ]
+        tokens: list[list[int]] = [[] for _ in some]
+        for step in model.generate(prompts, settings, k):
+            for token in step:
+                tokens[token.row].append(token.token)
+        rows += [measured(model, each, ids) for each, ids in zip(some, tokens, strict=True)]
+    return rows
+
+
+def measured(model: LanguageModel, function: Function, ids: Sequence[int]) -> dict[str, float | str]:
+    """Compare a continuation with the file."""
+    text = model.tokenizer.decode(ids)
+    wanted = model.tokenizer.decode(model.tokenizer.encode(function.after[: 8 * TOKENS])[:TOKENS])
+    names = _NAME.findall(text)
+    known = set(_NAME.findall(function.before + function.after))
+    grams = [tuple(ids[at : at + 4]) for at in range(len(ids) - 3)]
+    return {
+        "file": function.file,
+        "text": text,
+        "wanted": wanted,
+        "next line": float(first_line(text) == first_line(wanted)),
+        "similarity": similarity(text, wanted),
+        "names of the file": sum(name in known for name in names) / max(1, len(names)),
+        "distinct 4-grams": len(set(grams)) / max(1, len(grams)),
+    }
+
+
+MEASURES = ("next line", "similarity", "names of the file", "distinct 4-grams")
+
+
+def first_line(text: str) -> str:
+    """The first line that is not empty."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def similarity(one: str, other: str) -> float:
+    """1 - Levenshtein distance / length of the longer text."""
+    row = np.arange(len(other) + 1)
+    places, letters = np.arange(len(other) + 1), np.array([*other])
+    for number, letter in enumerate(one, 1):
+        new = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))
+        new = np.concatenate(([number], new))
+        row = np.minimum.accumulate(new - places) + places  # insertions
+    return float(1 - row[-1] / max(1, len(one), len(other)))
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--folders", type=Path, default=Path(__file__).with_name("linux_folders.txt"))
+    parser.add_argument("--functions", type=int, default=96)
+    parser.add_argument("--output", type=Path, default=Path("benchmark-completion.json"))
+    add_minutes(parser)
+    options = parser.parse_args()
+    limit = budget(options)
+    functions = functions_of(options.tree, options.folders.read_text().splitlines(), options.functions)
+    model = LanguageModel.open(options.model)
+    results: dict[str, list[dict[str, float | str]]] = (
+        json.loads(options.output.read_text())["cases"] if options.output.exists() else {}
+    )
+    settings = GenerationSettings(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    for case, k in (("OFF", 0), ("ON", 2)):
+        if case not in results:
+            results[case] = complete(model, functions, k, settings, limit)
+            write(options.output, {"cases": results})
+    print(markdown(table(results)))
+
+
+def table(results: dict[str, list[dict[str, float | str]]]) -> Table:
+    """Means of each case, and changes of ON."""
+    rows = []
+    for case, of_case in results.items():
+        cells = [f"{np.mean([float(row[name]) for row in of_case]):.3f}" for name in MEASURES]
+        rows.append([f"{case}, {len(of_case)} functions", *cells])
+        if case != "OFF":
+            rows.append(["change", *(change(results["OFF"], of_case, name) for name in MEASURES)])
+    return Table(["", *MEASURES], rows)
+
+
+def change(off: list[dict[str, float | str]], on: list[dict[str, float | str]], name: str) -> str:
+    """Mean difference with its interval."""
+    pairs = zip(on, off, strict=False)  # a run with --minutes may have stopped in the second case
+    return "{:+.3f} ({:+.3f} to {:+.3f})".format(
+        *mean_with_interval(np.array([float(one[name]) - float(other[name]) for one, other in pairs]))
+    )
+
+
+if __name__ == "__main__":
+    main()
