@@ -1,10 +1,11 @@
-"""Completion of functions of files that the datastore does not have, without and with retrieval: the next line and 64 tokens.
+"""Completion of functions, without and with retrieval: the next line and 64 tokens, of files that the datastore does
+not have (*new*) and of files that it has (*known*).
 
     python -m benchmarks.quality.completion TREE --model MODEL --output FILE [--folders FILE]
         [--functions 96]
 
-TREE is the folder that the model's datastore was built from, without the folders of FILE, a name on each line. A prompt
-has up to 400 tokens: a C file up to the third line of a function's body. Tokens are the likeliest ones. Measured are:
+TREE is the folder that the model's datastore was built from, without the folders of FILE, a name on each line. Half as
+many functions are known as new. A prompt has up to 400 tokens: a C file up to the third line of a function's body. Tokens are the likeliest ones. Measured are:
 
 - whether the next line is right,
 - edit similarity of 64 tokens with the file's, 1 - Levenshtein distance / longer length in characters,
@@ -31,7 +32,9 @@ from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 
 TOKENS, CONTEXT, BATCH = 64, 400, 8
-_FUNCTION = re.compile(r"\)\n\{\n((?:[\t\n].*\n?)+)\}\n")
+KNOWN_FOLDERS = 48
+"""Folders that known functions are of, at random."""
+_FUNCTION = re.compile(r"\)\n\{\n((?:\t.*\n|\n)+)\}\n")
 _NAME = re.compile(r"[A-Za-z_]\w{3,}")
 
 
@@ -57,6 +60,14 @@ def functions_of(tree: Path, folders: Sequence[str], count: int) -> list[Functio
     while any(of_folder) and len(found) < count:
         found += [rest.pop(0) for rest in of_folder if rest]
     return found[:count]
+
+
+def other_folders(tree: Path, held_out: Sequence[str]) -> list[str]:
+    """Some folders with C files that are not held out."""
+    folders = sorted({str(file.parent.relative_to(tree)) for file in tree.rglob("*.c")})
+    known = [name for name in folders if not any(f"{name}/".startswith(f"{one}/") for one in held_out)]
+    random.Random(0).shuffle(known)
+    return known[:KNOWN_FOLDERS]
 
 
 def _in_folder(tree: Path, folder: str) -> Iterator[Function]:
@@ -141,16 +152,21 @@ def main() -> None:
     add_minutes(parser)
     options = parser.parse_args()
     limit = budget(options)
-    functions = functions_of(options.tree, options.folders.read_text().splitlines(), options.functions)
+    held_out = options.folders.read_text().splitlines()
+    functions = {
+        "new": functions_of(options.tree, held_out, options.functions),
+        "known": functions_of(options.tree, other_folders(options.tree, held_out), options.functions // 2),
+    }
     model = LanguageModel.open(options.model)
     results: dict[str, list[dict[str, float | str]]] = (
         json.loads(options.output.read_text())["cases"] if options.output.exists() else {}
     )
     settings = GenerationSettings(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    for case, k in (("OFF", 0), ("ON", 2)):
-        if case not in results:
-            results[case] = complete(model, functions, k, settings, limit)
-            write(options.output, {"cases": results})
+    for kind, of_kind in functions.items():
+        for case, k in (("OFF", 0), ("ON", 2)):
+            if (name := f"{kind}, {case}") not in results:
+                results[name] = complete(model, of_kind, k, settings, limit)
+                write(options.output, {"cases": results})
     print(markdown(table(results)))
 
 
@@ -160,8 +176,9 @@ def table(results: dict[str, list[dict[str, float | str]]]) -> Table:
     for case, of_case in results.items():
         cells = [f"{np.mean([float(row[name]) for row in of_case]):.3f}" for name in MEASURES]
         rows.append([f"{case}, {len(of_case)} functions", *cells])
-        if case != "OFF":
-            rows.append(["change", *(change(results["OFF"], of_case, name) for name in MEASURES)])
+        if case.endswith("ON"):
+            off = results[case.replace("ON", "OFF")]
+            rows.append(["change", *(change(off, of_case, name) for name in MEASURES)])
     return Table(["", *MEASURES], rows)
 
 

@@ -19,6 +19,10 @@ from retro.copying.neighbors import NEIGHBORS
 from retro.copying.provenance import CopiedFrom
 from retro.copying.rows import Row, WholeDatastore
 from retro.copying.source import CopySource, StepTexts, VotesOfRows, put
+from retro.copying.switch import faded
+
+KNOWN = 16
+"""Tokens at the end of a prompt that occur in the datastore, for the prompt to end as one of its texts."""
 
 
 class _LastStep(NamedTuple):
@@ -54,7 +58,7 @@ class StepVotes:
         evidence = np.zeros((len(rows), len(self._head.known), len(MATCH_LENGTHS), 4), np.float32)
         for name, of_source in votes.items():
             evidence[:, self._head.index(name)] = of_source.evidence()
-        trust = np.array([row.trust or self._head.switch.start for row in rows], np.float32)
+        trust = self._trust_now(rows, histories)
         copy_strength = np.array([row.copy_strength for row in rows], np.float32)
         log_p = logits.float().log_softmax(-1)
         log_top = log_p.amax(-1)
@@ -93,6 +97,27 @@ class StepVotes:
         sources = [source for source in self._head.known if source.switched and self._head.network(source) is not None]
         return [source for source in sources if source.name != DATASTORE.name or self._datastore is not None]
 
+    def _trust_now(self, rows: Sequence[Row], histories: Sequence[np.ndarray]) -> np.ndarray:
+        """Trust float32 [N, S] with which the token after each of N histories is predicted: what the prompt of its row
+        earned, faded with each generated token, unless the prompt ends as a text of the datastore."""
+        trust = np.array([row.trust or self._head.switch.start for row in rows], np.float32)
+        m = self._head.chunk_length
+        generated = np.array(
+            [
+                max(0, len(history) + row.dropped * m - row.num_prompt) if row.retrieve is not None else 0
+                for row, history in zip(rows, histories, strict=True)
+            ]
+        )
+        if self._datastore is None or self._head.network(DATASTORE) is None or not generated.any():
+            return trust
+        for at, (row, history) in enumerate(zip(rows, histories, strict=True)):
+            if generated[at] and row.is_known is None:
+                prompt = history[: max(0, len(history) - int(generated[at]))]
+                row.is_known = len(prompt) > 0 and self._datastore.continuation(prompt, 1)[0] >= KNOWN
+            if row.is_known:
+                generated[at] = 0
+        return faded(trust, generated)
+
     def earning(self, row: Row) -> np.ndarray:
         """Places [n] int64 of a row's tokens whose following tokens earn trust: all but those before inserted tokens, and
         the last one, which none follows."""
@@ -119,8 +144,8 @@ class StepVotes:
         """
         inputs, head = self._inputs_of(row), self._head
         sources, following = head.sources(inputs), inputs.following()
-        earned = torch.tensor([row.trust or head.switch.start], device=self._device)
-        trust = earned.expand(len(row.tokens), -1)[None]  # [1, t, S]
+        histories = [row.tokens[: at + 1] for at in range(len(row.tokens))]
+        trust = put(self._trust_now([row] * len(histories), histories)[None], self._device)  # [1, t, S]
         strength = torch.full((1, 1), row.copy_strength, device=self._device)
         losses = head.losses_with(vocabulary, head.evidence(sources, following), trust, strength)
         length = 0 if inputs.neighbors is None else inputs.neighbors.shape[-1]

@@ -31,6 +31,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,6 +49,9 @@ LEAVES = 1 / 512
 """Chance that a text ceases to be copied. It costs text of other kinds nothing."""
 ALTERNATES = 1 / 128
 """Chance that the expert changes to another one that copies, for each of these."""
+STAYS = 0.95
+"""Chance that copying goes on after a generated token. Generated tokens earn no trust, and soon leave the subject of
+what they were copied from; a prompt that ends as a text of the datastore is continued without this."""
 
 
 class Switch(NamedTuple):
@@ -82,6 +86,16 @@ RETRIEVAL = _switch((0.0, 0.0), (2.0, 0.0), (-2.0, 0.0))
 ALL_SOURCES = _switch((0.0, 0.0), (2.0, -2.0), (-2.0, -2.0), (REMOVED, 0.0))
 """The switch of models to which a context was added. One more expert copies from it alone. Two copy less from it, with
 retrieval OFF too, since its network was fitted to text of smaller models, which need it more."""
+
+
+def faded(trust: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    """Trust [N, S] that a prompt earned, after numbers [N] of generated tokens: what the experts that copy from
+    retrieval lose goes to the next one, which does not."""
+    lost = trust[:, :3] * (1 - STAYS ** generated[:, None])
+    left = trust.copy()
+    left[:, :3] -= lost
+    left[:, 3] += lost.sum(1)
+    return left
 
 
 def trust_in_retrieval(trust: Sequence[float]) -> float:

@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Versio
 from indexing.store.errors import InputError
 from indexing.suffixes.order import LONGEST
 from retro.batch.loss import TokenLosses
+from retro.copying.rows import Row
 from retro.copying.switch import RETRIEVAL, checked_trust, is_fraction
 
 if TYPE_CHECKING:  # it imports transformers, for which engines without a datastore would wait
@@ -39,14 +40,17 @@ TRUST, STRENGTH = "retro_trust", "copy_strength"
 _OURS = "retro_"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Request:
-    """A text in the batch. Version 1 has its tokens, and appends to the list of its output."""
+    """A text in the batch. Version 1 has its tokens, and appends to the list of its output. `num_prompt` is the number of
+    tokens before the first logits; `is_known` is that of `Row`."""
 
     trust: tuple[float, ...]
     copy_strength: float
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
+    num_prompt: int | None = None
+    is_known: bool | None = None
 
     def last_tokens(self) -> np.ndarray:
         """Its last tokens, which decide what is copied."""
@@ -106,20 +110,33 @@ class CopyingLogitsProcessor(Version1, Version2):
             return logits
         if ctx is None:
             texts = [
-                (row, request, request.last_tokens())
+                (row, request, request.last_tokens(), len(request.prompt) + len(request.output))
                 for row, request in self._requests.items()
                 if request.copy_strength
             ]
         else:
-            slots, tokens = ctx.expanded_idx_mapping.tolist(), _last_tokens(self._states, ctx)
+            slots, last_tokens = ctx.expanded_idx_mapping.tolist(), _last_tokens(self._states, ctx)
             texts = [
-                (row, self._requests[slot], tokens[row]) for row, slot in enumerate(slots) if slot in self._requests
+                (row, self._requests[slot], last_tokens[row], last + 1)
+                for row, (slot, last) in enumerate(zip(slots, ctx.pos.tolist(), strict=True))
+                if slot in self._requests
             ]
         if texts:
             at = torch.tensor([row for row, *_ in texts], device=logits.device)
-            rows = [self._processor.row(tokens, request.trust, request.copy_strength) for _, request, tokens in texts]
+            rows = [self._row(request, tokens, num_tokens) for _, request, tokens, num_tokens in texts]
             logits[at] = self._processor.mix_rows(rows, logits[at]).to(logits.dtype)
+            for (_, request, *_), row in zip(texts, rows, strict=True):
+                request.is_known = row.is_known
         return logits
+
+    def _row(self, request: _Request, last: np.ndarray, num_tokens: int) -> Row:
+        """The text of a request, of `num_tokens` tokens, for `mix_rows`."""
+        assert self._processor is not None
+        if request.num_prompt is None:
+            request.num_prompt = num_tokens
+        num_prompt = len(last) - (num_tokens - request.num_prompt)
+        known = {"trust": request.trust, "copy_strength": request.copy_strength, "is_known": request.is_known}
+        return self._processor.row(last, num_prompt=num_prompt, **known)
 
 
 def _open(vllm_config: Any, version: int) -> "DatastoreLogitsProcessor | None":

@@ -109,11 +109,13 @@ class Decoder:
         trust: tuple[float, ...] | None = None,
         copy_strength: float = 1.0,
         inserted: tuple[int, int] = (0, 0),
+        num_generated: int = 0,
     ) -> Row:
         """Add a row for a prompt [t], t ≥ 1. Rows with equal `retrieve` are searched together.
 
-        `trust` is what an earlier row with the same prompt earned, if tokens were generated since; None = it is
-        learned. `copy_strength` is that of `GenerationSettings`, `inserted` that of `Row`.
+        `trust` is what an earlier row with the same prompt earned, if tokens were generated since (the last
+        `num_generated`); None = it is learned. `copy_strength` is that of `GenerationSettings`, `inserted` that of
+        `Row`.
         """
         row = Row(
             np.array(tokens, np.int64),
@@ -121,6 +123,7 @@ class Decoder:
             slot=len(self.rows),
             copy_strength=copy_strength,
             inserted=inserted,
+            num_prompt=len(tokens) - num_generated,
         )
         if trust is not None:
             row.trust, row.prompt = trust, None

@@ -256,7 +256,8 @@ class Batch:
         self._decoder, self._texts = self._decoder.empty(), {}
         for text, retrieve in texts:
             tokens = np.append(text.prompt, text.generated)
-            row = self._decoder.add(tokens, retrieve, text.trust, text.settings.copy_strength, text.inserted)
+            settings = text.settings.copy_strength, text.inserted, len(text.generated)
+            row = self._decoder.add(tokens, retrieve, text.trust, *settings)
             self._texts[row] = [text]
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +20,9 @@ from retro.copying.switch import (
     PRIOR,
     REMOVED,
     RETRIEVAL,
+    STAYS,
     Switch,
+    faded,
     trust_in_retrieval,
     trust_of,
 )
@@ -210,3 +213,14 @@ def test_training_reads_the_shares_as_they_are(added: bool) -> None:
         text_losses(head_of(added, 2.0).train(), alone, Inputs(tokens)),
         text_losses(head_of(False, 2.0), alone, Inputs(tokens)),
     )
+
+
+@every_switch
+def test_generated_tokens_take_trust_from_retrieval_and_nothing_from_the_sum(switch: Switch) -> None:
+    trust = np.array([switch.start] * 3, np.float32)
+    left = faded(trust, np.array([0, 1, 1000]))
+    np.testing.assert_allclose(left.sum(1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(left[0], trust[0])
+    np.testing.assert_allclose(left[1, :3], STAYS * trust[1, :3], rtol=1e-6)
+    assert left[2, :3].max() < 1e-6
+    np.testing.assert_array_equal(left[:, 4:], trust[:, 4:])

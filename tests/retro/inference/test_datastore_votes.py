@@ -10,6 +10,7 @@ from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns, read_votes
 from retro.copying.rows import WholeDatastore
+from retro.copying.switch import STAYS
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import draft
 from retro.inference.generation import Batch, generate
@@ -49,6 +50,13 @@ class Votes:
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         return 40, np.random.default_rng(text[-3:]).integers(0, V, most)
+
+
+class Unknown(Votes):
+    """Votes for texts that end otherwise than all of the datastore."""
+
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        return 3, np.zeros(0, np.int64)
 
 
 class Refuses:
@@ -119,6 +127,27 @@ def test_a_row_with_copy_strength_0_generates_as_without_retrieval_next_to_other
         assert not torch.equal(half, off)
         for row in rows:
             decoder.append(row, int(whole.argmax()))
+
+
+def test_copying_fades_with_each_generated_token_unless_the_prompt_ends_as_a_text_of_the_datastore() -> None:
+    model, prompt = build(**HEADS["without cross-attention"]), np.random.default_rng(1).integers(0, V, 2 * M)
+    decoders = [Decoder(model, FLOAT32, 64 * M, votes) for votes in (Votes(), Unknown())]
+    rows = [(decoder, decoder.add(prompt, retriever(2)), decoder.add(prompt)) for decoder in decoders]
+    copied = list[tuple[float, ...]]()
+    for _ in range(40):
+        logits = [decoder.read([on, off]) for decoder, on, off in rows]
+        copied.append(tuple(float((on.exp() - off.exp()).abs().sum()) for on, off in logits))
+        for decoder, *both in rows:
+            for row in both:
+                decoder.append(row, int(logits[0][0].argmax()))
+    assert copied[0][0] == copied[0][1] > 0
+    assert all(fading < known for known, fading in copied[1:] if known)
+    last = [fading / known for known, fading in copied if known][-1]
+    assert last == pytest.approx(STAYS**39, rel=0.3)  # experts copy with different strengths
+    again = Decoder(model, FLOAT32, 64 * M, Unknown())  # as after a step that failed
+    row = again.add(rows[1][1].tokens, retriever(2), rows[1][1].trust, num_generated=40)
+    decoder, on, _ = rows[1]
+    torch.testing.assert_close(again.read([row]), decoder.read([on]), rtol=1e-4, atol=1e-4)
 
 
 def test_the_copied_share_of_a_token_is_what_its_probability_has_from_retrieval() -> None:
