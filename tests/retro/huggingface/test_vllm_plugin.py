@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
+from retro.copying.rows import Row
 from retro.copying.switch import RETRIEVAL
 
 NAME = "retro.huggingface.vllm_processor"
@@ -118,13 +119,14 @@ def test_each_row_has_the_last_tokens_of_its_text_and_of_its_draft(plugin: Any) 
     committed = torch.zeros((4, 128), dtype=torch.int32)
     committed[3, :100], committed[0, :5] = torch.arange(100, 200), torch.arange(5)
     states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=committed))
-    texts: list[np.ndarray] = []
+    texts: list[Row] = []
 
     class Mixer:
-        def row(self, tokens: np.ndarray, trust: Any, copy_strength: float) -> None:
-            texts.append(tokens)
+        def row(self, tokens: np.ndarray, **given: Any) -> Row:
+            texts.append(Row(tokens, None, 0, **given))
+            return texts[-1]
 
-        def mix_rows(self, rows: list[None], scores: torch.Tensor) -> torch.Tensor:
+        def mix_rows(self, rows: list[Row], scores: torch.Tensor) -> torch.Tensor:
             return scores + 1
 
     processor = plugin(config({}), states)
@@ -141,4 +143,5 @@ def test_each_row_has_the_last_tokens_of_its_text_and_of_its_draft(plugin: Any) 
     mixed = processor.apply(torch.zeros(5, 3), step)
     assert mixed[:, 0].tolist() == [0, 1, 1, 1, 1]
     text = [*range(100, 200), 250, 251]
-    assert [tokens.tolist() for tokens in texts] == [text[36:100], text[37:101], text[38:102], [*range(5)]]
+    assert [row.tokens.tolist() for row in texts] == [text[36:100], text[37:101], text[38:102], [*range(5)]]
+    assert [len(row.tokens) - row.num_prompt for row in texts] == [0, 1, 2, 0]  # generated

@@ -129,13 +129,15 @@ def test_adding_a_source_names_its_stages_before_weights_are_read(
     tmp_path: Path,
     plain_run: Path,
     smallest: Datastore,
+    tiny_datastore: Datastore,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`smallest` has `suffixes` and no neighbors, `tiny_datastore` neighbors and no `suffixes`."""
     monkeypatch.setattr("retro.training.fitted_copy_head.load_scorer", lambda *_: pytest.fail("weights were read"))
-    options = ("--output", tmp_path / "added.safetensors", "--datastore", smallest.folder)
-    for source, stage in (("datastore", "votes"), ("neighbors", "neighbors")):
-        error = error_of(capsys, "add-retrieval", plain_run, *options, "--sources", source)
+    for source, stage, datastore in (("datastore", "votes", tiny_datastore), ("neighbors", "neighbors", smallest)):
+        options = ("--output", tmp_path / "added.safetensors", "--datastore", datastore.folder, "--sources", source)
+        error = error_of(capsys, "add-retrieval", plain_run, *options)
         assert f"no finished '{stage}' stage" in error
 
 
