@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from indexing.machine import onednn_has_bfloat16, processor_name, resolve
 from indexing.measured import fastest_products
+from indexing.store.errors import InputError
 from pipelines.cli.results import Table
 from retro.device import Placement, choose_placement
 
@@ -178,6 +179,15 @@ def write(file: Path, results: dict[str, Any]) -> None:
     environment = measured_on()
     file.write_text(json.dumps({**environment, **results}, indent=1))
     say(f"{file}: " + ", ".join(f"{name} {value}" for name, value in environment.items()))
+
+
+def check_same_options(file: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise InputError if the file of a stopped run has other options than those given."""
+    for name, value in given.items():
+        if stored.get(name) != value:
+            raise InputError(
+                f"{file}: {name} was {stored.get(name)!r}, and is {value!r} now. Give the same options to resume, or another --output."
+            )
 
 
 def measured_on() -> dict[str, Any]:

@@ -1,22 +1,21 @@
 """Completion of functions, without and with retrieval: the next line and 64 tokens, of files that the datastore does
 not have (*new*) and of files that it has (*known*).
 
-    python -m benchmarks.quality.completion TREE --model MODEL --output FILE [--folders FILE]
-        [--functions 96]
+    python -m benchmarks.quality.completion TREE --model MODEL --output FILE [--folders FILE] [--functions 96]
 
-TREE is the folder that the model's datastore was built from, without the folders of FILE, a name on each line. Half as
-many functions are known as new. A prompt has up to 400 tokens: a C file up to the third line of a function's body. Tokens are the likeliest ones. Measured are:
+TREE is the folder that the model's datastore was built from, without the folders of FILE, a name on each line. There are
+half as many known functions as new ones. A prompt has up to 400 tokens: a C file up to the third line of a function's
+body. The likeliest tokens are generated. Measures:
 
-- whether the next line is right,
-- edit similarity of 64 tokens with the file's, 1 - Levenshtein distance / longer length in characters,
-- the share of its names (identifiers of four and more letters) that occur in the file,
-- the share of 4-grams of tokens that occur once in it.
+- next line: whether it is right,
+- similarity of 64 tokens with those of the file: 1 - Levenshtein distance / longer length in characters,
+- names of the file: share of the generated identifiers of four and more letters that occur in the file,
+- distinct 4-grams: different 4-grams of generated tokens / their number.
 
 Changes are of ON against OFF, with 95% intervals of a paired bootstrap over functions. The same command resumes.
 """
 
 import argparse
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Budget, add_minutes, budget, markdown, write
+from benchmarks.common import Budget, add_minutes, budget, check_same_options, markdown, measured_on
+from indexing.store.files import read_json, write_json
 from pipelines.cli.results import Table
 from retro.evaluation.answer_metrics import mean_with_interval
 from retro.inference.language_model import LanguageModel
@@ -54,7 +54,7 @@ class Function:
 
 
 def functions_of(tree: Path, folders: Sequence[str], count: int) -> list[Function]:
-    """Draw functions of ten lines or more, as many of each folder as needed."""
+    """Draw functions of ten lines or more, about equally many from each folder."""
     of_folder = [list(_in_folder(tree, folder)) for folder in folders]
     found: list[Function] = []
     while any(of_folder) and len(found) < count:
@@ -86,12 +86,11 @@ def _in_folder(tree: Path, folder: str) -> Iterator[Function]:
 
 
 def complete(
-    model: LanguageModel, functions: Sequence[Function], k: int, settings: GenerationSettings, limit: Budget
-) -> list[dict[str, float | str]]:
-    """Complete functions in batches; a row of measurements for each."""
-    rows: list[dict[str, float | str]] = []
-    starts = range(0, len(functions), BATCH)
-    for first in limit.each(starts, "batch"):
+    model: LanguageModel, functions: Sequence[Function], k: int, done: int, limit: Budget
+) -> Iterator[list[dict[str, float | str]]]:
+    """Complete functions after the first `done` ones; yield the measurements of a batch."""
+    settings = GenerationSettings(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    for first in limit.each(range(done, len(functions), BATCH), "batch"):
         some = functions[first : first + BATCH]
         prompts = [
             np.asarray([model.tokenizer.bos_id, *model.tokenizer.encode(each.before)[-CONTEXT:]]) for each in some
@@ -100,8 +99,7 @@ def complete(
         for step in model.generate(prompts, settings, k):
             for token in step:
                 tokens[token.row].append(token.token)
-        rows += [measured(model, each, ids) for each, ids in zip(some, tokens, strict=True)]
-    return rows
+        yield [measured(model, each, ids) for each, ids in zip(some, tokens, strict=True)]
 
 
 def measured(model: LanguageModel, function: Function, ids: Sequence[int]) -> dict[str, float | str]:
@@ -158,15 +156,17 @@ def main() -> None:
         "known": functions_of(options.tree, other_folders(options.tree, held_out), options.functions // 2),
     }
     model = LanguageModel.open(options.model)
-    results: dict[str, list[dict[str, float | str]]] = (
-        json.loads(options.output.read_text())["cases"] if options.output.exists() else {}
-    )
-    settings = GenerationSettings(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    described = {"tree": str(options.tree), "model": model.checkpoint.fingerprint, "functions": options.functions}
+    results: dict[str, list[dict[str, float | str]]] = {}
+    if options.output.exists():
+        check_same_options(options.output, stored := read_json(options.output), described)
+        results = stored["cases"]
     for kind, of_kind in functions.items():
         for case, k in (("OFF", 0), ("ON", 2)):
-            if (name := f"{kind}, {case}") not in results:
-                results[name] = complete(model, of_kind, k, settings, limit)
-                write(options.output, {"cases": results})
+            rows = results.setdefault(f"{kind}, {case}", [])
+            for batch in complete(model, of_kind, k, len(rows), limit):
+                rows += batch
+                write_json(options.output, {**measured_on(), **described, "cases": results})
     print(markdown(table(results)))
 
 
@@ -174,6 +174,8 @@ def table(results: dict[str, list[dict[str, float | str]]]) -> Table:
     """Means of each case, and changes of ON."""
     rows = []
     for case, of_case in results.items():
+        if not of_case:
+            continue
         cells = [f"{np.mean([float(row[name]) for row in of_case]):.3f}" for name in MEASURES]
         rows.append([f"{case}, {len(of_case)} functions", *cells])
         if case.endswith("ON"):
@@ -184,7 +186,7 @@ def table(results: dict[str, list[dict[str, float | str]]]) -> Table:
 
 def change(off: list[dict[str, float | str]], on: list[dict[str, float | str]], name: str) -> str:
     """Mean difference with its interval."""
-    pairs = zip(on, off, strict=False)  # a run with --minutes may have stopped in the second case
+    pairs = zip(on, off, strict=False)  # a run with --minutes can stop in a case
     return "{:+.3f} ({:+.3f} to {:+.3f})".format(
         *mean_with_interval(np.array([float(one[name]) - float(other[name]) for one, other in pairs]))
     )

@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Budget, add_minutes, budget, placement, say
+from benchmarks.common import Budget, add_minutes, budget, check_same_options, placement, say
 from benchmarks.quality.datastore_size_results import report
 from benchmarks.quality.held_out_folders import choose_folders, files_by_folder, windows_of
 from indexing.corpus.documents import CorpusFile, CorpusSettings
@@ -88,11 +88,7 @@ def held_out_names(
     """
     if file.exists():
         stored = read_json(file)
-        for name, value in settings.items():
-            if stored.get(name) != value:
-                raise InputError(
-                    f"{file}: {name} was {stored.get(name)!r}, and is {value!r} now. Give the same options to resume, or another --output."
-                )
+        check_same_options(file, stored, settings)
         names: list[str] = stored["folders_held_out"]
         return names
     named = [name.strip("/") for name in options.held_out]

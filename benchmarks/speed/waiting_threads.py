@@ -1,11 +1,11 @@
-"""How long OpenMP's threads should wait for the next operation before they sleep, alone and beside other work.
+"""Speed of training and generation by the time that OpenMP's threads spin before they sleep, on idle and on busy cores.
 
 python -m benchmarks.speed.waiting_threads CONFIG --model MODEL [--presets tiny] [--steps 16] [--tokens 48] [--rounds 2]
 
 CONFIG is the TOML file of a finished datastore, on which `retro train` trains each preset for some steps; MODEL
 generates tokens one after another, as `retro generate` does. Every case is a process with other variables of GNU
-OpenMP. Beside it, a process for each core computes without end, or nothing does. Cases run in turn; ratios within a run
-are reliable.
+OpenMP. Cores are idle otherwise, or busy with another process each. Cases run in turn, and ratios within a run are
+reliable.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def compare(options: argparse.Namespace, limit: Budget) -> Table:
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
     cases = {name: CASES[name] for name in CASES if not options.cases or name in options.cases}
     for _ in limit.rounds(options.rounds):
-        for load, processes in (("alone", 0), ("beside other work", usable_cores())):
+        for load, processes in (("idle cores", 0), ("busy cores", usable_cores())):
             for work, run in works.items():
                 for case, variables in cases.items():
                     with other_work(processes):

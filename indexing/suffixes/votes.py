@@ -106,6 +106,18 @@ def require_votes(datastore: Datastore) -> None:
         )
 
 
+def stores_votes(datastore: Datastore) -> bool:
+    """Whether votes are stored; if not, `suffixes` finds them.
+
+    Raises:
+        InputError: neither is possible, or the stored votes cannot be used (`require_votes`).
+    """
+    if not datastore.has(FOLDER) and datastore.has(SUFFIXES):
+        return False
+    require_votes(datastore)
+    return True
+
+
 def read_votes(split: Split, chunks: np.ndarray) -> np.ndarray:
     """The stored votes of chunks of a split.
 

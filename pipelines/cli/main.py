@@ -258,10 +258,10 @@ def run_verb(arguments: Sequence[str]) -> int:
         InputError: an unknown verb, a missing argument, or invalid settings.
     """
     name, rest = find_verb(arguments)
-    # Faiss and torch read these when they are loaded, and each has its own pool of threads. Waiting threads that spin take
-    # cores from the other pool, and from other work. Those that sleep at once make training and generation take a third
-    # longer, as their operations are short. So verbs that train or generate let them spin for a moment
-    # (docs/results/speed.md).
+    # Faiss and torch read these when they are loaded, and each has its own pool of threads. Threads that spin while they
+    # wait take cores from the other pool and from other processes. If they sleep at once, training and generation take
+    # half as long again, because their operations are short. So verbs that train or generate let threads spin for some
+    # hundredths of a millisecond (docs/results/speed.md).
     if name in ("chat", "demo", "finetune", "generate", "serve", "train"):
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     else:

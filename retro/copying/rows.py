@@ -1,6 +1,5 @@
 """A text in a decoder's batch, on the host: its tokens, how many of them were read, and the neighbors of its chunks."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,10 +13,6 @@ from retro.copying.provenance import ChunkWithNeighbors, Neighbors
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
-
-
-ALL = sys.maxsize
-"""As `Row.num_prompt`: all tokens that the row is made with."""
 
 
 class WholeDatastore(Protocol):
@@ -50,9 +45,8 @@ class Row:
         copy_strength: see `GenerationSettings`.
         inserted: [start, stop) of the prompt's tokens that are passages of the datastore or copied from it. They earn no
             trust: they occur in it whatever the text is about.
-        num_prompt: number of tokens of the prompt, from the beginning of the text. The others are generated. With the
-            last tokens only, as of vLLM, it can be below 0.
-        is_known: whether the prompt ends as a text of the whole datastore; None = not searched yet.
+        num_generated: number of tokens after the prompt.
+        is_known: whether the last tokens of the prompt occur in the datastore (`switch.KNOWN`); None = not searched yet.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
 
@@ -66,13 +60,9 @@ class Row:
     trust: tuple[float, ...] | None = None
     copy_strength: float = 1.0
     inserted: tuple[int, int] = (0, 0)
-    num_prompt: int = ALL
+    num_generated: int = 0
     is_known: bool | None = None
     prompt: Tensor | None = field(default_factory=lambda: torch.empty(0))
-
-    def __post_init__(self) -> None:
-        if self.num_prompt == ALL:
-            self.num_prompt = len(self.tokens)
 
     @property
     def unread(self) -> np.ndarray:

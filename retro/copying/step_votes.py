@@ -19,10 +19,7 @@ from retro.copying.neighbors import NEIGHBORS
 from retro.copying.provenance import CopiedFrom
 from retro.copying.rows import Row, WholeDatastore
 from retro.copying.source import CopySource, StepTexts, VotesOfRows, put
-from retro.copying.switch import faded
-
-KNOWN = 16
-"""Tokens at the end of a prompt that occur in the datastore, for the prompt to end as one of its texts."""
+from retro.copying.switch import KNOWN, faded
 
 
 class _LastStep(NamedTuple):
@@ -99,24 +96,24 @@ class StepVotes:
 
     def _trust_now(self, rows: Sequence[Row], histories: Sequence[np.ndarray]) -> np.ndarray:
         """Trust float32 [N, S] with which the token after each of N histories is predicted: what the prompt of its row
-        earned, faded with each generated token, unless the prompt ends as a text of the datastore."""
+        earned, less with each generated token, unless the prompt is known."""
         trust = np.array([row.trust or self._head.switch.start for row in rows], np.float32)
-        m = self._head.chunk_length
-        generated = np.array(
-            [
-                max(0, len(history) + row.dropped * m - row.num_prompt) if row.retrieve is not None else 0
-                for row, history in zip(rows, histories, strict=True)
-            ]
-        )
-        if self._datastore is None or self._head.network(DATASTORE) is None or not generated.any():
+        if self._datastore is None or self._head.network(DATASTORE) is None:
             return trust
-        for at, (row, history) in enumerate(zip(rows, histories, strict=True)):
-            if generated[at] and row.is_known is None:
-                prompt = history[: max(0, len(history) - int(generated[at]))]
-                row.is_known = len(prompt) > 0 and self._datastore.continuation(prompt, 1)[0] >= KNOWN
-            if row.is_known:
-                generated[at] = 0
+        generated = np.zeros(len(rows), np.int64)
+        for index, (row, history) in enumerate(zip(rows, histories, strict=True)):
+            # A history ends before the row's last token, or in its draft.
+            count = max(0, row.num_generated + len(history) - len(row.tokens))
+            if count and row.retrieve is not None and not self._is_known(row, history[: max(0, len(history) - count)]):
+                generated[index] = count
         return faded(trust, generated)
+
+    def _is_known(self, row: Row, prompt: np.ndarray) -> bool:
+        """Whether the last tokens of a row's prompt occur in the datastore, from one search."""
+        if row.is_known is None:
+            assert self._datastore is not None
+            row.is_known = len(prompt) > 0 and self._datastore.continuation(prompt, 1)[0] >= KNOWN
+        return row.is_known
 
     def earning(self, row: Row) -> np.ndarray:
         """Places [n] int64 of a row's tokens whose following tokens earn trust: all but those before inserted tokens, and

@@ -50,8 +50,10 @@ LEAVES = 1 / 512
 ALTERNATES = 1 / 128
 """Chance that the expert changes to another one that copies, for each of these."""
 STAYS = 0.95
-"""Chance that copying goes on after a generated token. Generated tokens earn no trust, and soon leave the subject of
-what they were copied from; a prompt that ends as a text of the datastore is continued without this."""
+"""Chance that a text is still copied after a generated token. Generated tokens earn no trust, since they are copied
+themselves. The chance is 1 after a prompt that is known."""
+KNOWN = 16
+"""A prompt is known if this many of its last tokens occur in a row in the datastore."""
 
 
 class Switch(NamedTuple):

@@ -21,10 +21,9 @@ from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
-from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import FOLDER as VOTES
-from indexing.suffixes.votes import require_votes
+from indexing.suffixes.votes import stores_votes
 from indexing.tokenization.metadata import read_meta, read_token_bytes
 from retro.data.neighbor_choice import NeighborUse
 from retro.model.datastore_fit import check_fits
@@ -94,7 +93,7 @@ class EvaluationSet:
                 "or remove the set from evaluation.sets."
             )
         if model.copy_head.datastore:
-            self._check_votes()
+            stores_votes(self.datastore)
         if k:
             self.datastore.require("neighbors")
             stored = self.split.neighbor_ids.row_shape[0]
@@ -102,11 +101,6 @@ class EvaluationSet:
                 raise InputError(
                     f"k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.stored)."
                 )
-
-    def _check_votes(self) -> None:
-        """Raise InputError unless votes are stored or can be searched."""
-        if self.datastore.has(VOTES) or not self.datastore.has(SUFFIXES):
-            require_votes(self.datastore)
 
     def with_votes(self, use: NeighborUse) -> NeighborUse:
         """The use, with a search of the votes if they are needed and not stored."""

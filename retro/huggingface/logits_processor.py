@@ -72,9 +72,10 @@ class CopiedRun:
 
 @dataclass(frozen=True)
 class _Read:
-    """A text that a step has read, and the number of tokens of padding before it."""
+    """A text that a step has read, the number of tokens of its prompt, and of padding before it."""
 
     row: Row
+    prompt: int
     padding: int
 
 
@@ -207,7 +208,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
         Without the argument `model` of `open` it is low in every text.
         """
-        return [Trust.of(text.row.trust or self._head.switch.start, text.row.num_prompt) for text in self._texts]
+        return [Trust.of(text.row.trust or self._head.switch.start, text.prompt) for text in self._texts]
 
     def sources(self, sequences: Tensor | None = None, least: int = SHORTEST_RUN) -> list[list[CopiedRun]]:
         """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word
@@ -218,11 +219,11 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             least: tokens of the shortest run.
         """
         if sequences is None:
-            return [list(self._runs(text.row.tokens, text.row.num_prompt, 0, least)) for text in self._texts]
+            return [list(self._runs(text.row.tokens, text.prompt, 0, least)) for text in self._texts]
         found = []
         for row in sequences.cpu().numpy().astype(np.int64):
             text = self._text_of(row)
-            found.append(list(self._runs(row[text.padding :], text.row.num_prompt, text.padding, least)))
+            found.append(list(self._runs(row[text.padding :], text.prompt, text.padding, least)))
         return found
 
     @torch.no_grad()
@@ -244,8 +245,11 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     def _copied_tokens(self, sequence: np.ndarray) -> float:
         begun = self._text_of(sequence)
-        first = max(1, begun.row.num_prompt)
-        text = replace(begun.row, tokens=sequence[begun.padding :], copy_strength=self.copy_strength, neighbors=[])
+        tokens, first = sequence[begun.padding :], max(1, begun.prompt)
+        generated = len(tokens) - begun.prompt
+        text = replace(
+            begun.row, tokens=tokens, copy_strength=self.copy_strength, neighbors=[], num_generated=generated
+        )
         if len(text.tokens) <= first:
             return 0.0
         if self._retriever is not None:
@@ -306,6 +310,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             texts = self._texts  # each in its row, as nearly always
             for text, row in zip(texts, ids, strict=True):
                 text.row.tokens = row[text.padding :]
+                text.row.num_generated += 1
         else:
             known = {text.row.tokens.tobytes(): text for text in self._texts}
             rows = [(row[padding:], int(padding)) for row, padding in zip(ids, self._padding_of(ids), strict=True)]
@@ -314,7 +319,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             find_neighbors([text.row for text in texts], self._head.chunk_length)
         trusts = dict[bytes, tuple[float, ...]]()
         for text in texts:
-            if len(text.row.tokens) == text.row.num_prompt:
+            if len(text.row.tokens) == text.prompt:
                 key = text.row.tokens.tobytes()  # several continuations have the same prompt
                 trusts[key] = text.row.trust = trusts.get(key) or self._trust(text.row)
         self._texts, self._ids = texts, ids
@@ -325,27 +330,29 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         if not len(tokens):
             return None
         size = len(tokens) - 1
-        longer = (text for text in self._texts if text.row.num_prompt <= size < len(text.row.tokens))
+        longer = (text for text in self._texts if text.prompt <= size < len(text.row.tokens))
         parts = (text for text in longer if np.array_equal(text.row.tokens[:size], tokens[:size]))
         if (earlier := known.get(tokens[:size].tobytes()) or next(parts, None)) is None:
             return None
         neighbors = earlier.row.neighbors[: len(tokens) // self._head.chunk_length]
-        return replace(earlier, row=replace(earlier.row, tokens=tokens, neighbors=neighbors))
+        generated = len(tokens) - earlier.prompt
+        row = replace(earlier.row, tokens=tokens, neighbors=neighbors, num_generated=generated)
+        return replace(earlier, row=row)
 
     def _begun(self, tokens: np.ndarray, padding: int) -> _Read:
         """The text as a new prompt."""
-        return _Read(self.row(tokens, copy_strength=self.copy_strength), padding)
+        return _Read(self.row(tokens, copy_strength=self.copy_strength), len(tokens), padding)
 
     def _text_of(self, sequence: np.ndarray) -> _Read:
         """The text of the last step that became a generated sequence [T], as `generate` returns it; one without a
         prompt if there is none."""
         for text in self._texts:
-            begin, stop = text.padding, text.padding + text.row.num_prompt
-            prompt = text.row.tokens[: text.row.num_prompt]
+            begin, stop = text.padding, text.padding + text.prompt
+            prompt = text.row.tokens[: text.prompt]
             if (sequence[:begin] == self._pad_id).all() and np.array_equal(sequence[begin:stop], prompt):
                 return text
         padding = int(self._padding_of(sequence[None])[0])
-        return _Read(self.row(sequence[padding:], num_prompt=0), padding)
+        return _Read(self.row(sequence[padding:]), 0, padding)
 
     def row(self, tokens: np.ndarray, **given: Any) -> Row:
         """A text int64 [t] for `mix_rows`, with what is known of it (`Row`)."""

@@ -134,9 +134,13 @@ class CopyingLogitsProcessor(Version1, Version2):
         assert self._processor is not None
         if request.num_prompt is None:
             request.num_prompt = num_tokens
-        num_prompt = len(last) - (num_tokens - request.num_prompt)
-        known = {"trust": request.trust, "copy_strength": request.copy_strength, "is_known": request.is_known}
-        return self._processor.row(last, num_prompt=num_prompt, **known)
+        return self._processor.row(
+            last,
+            trust=request.trust,
+            copy_strength=request.copy_strength,
+            num_generated=num_tokens - request.num_prompt,
+            is_known=request.is_known,
+        )
 
 
 def _open(vllm_config: Any, version: int) -> "DatastoreLogitsProcessor | None":

@@ -113,9 +113,8 @@ class Decoder:
     ) -> Row:
         """Add a row for a prompt [t], t ≥ 1. Rows with equal `retrieve` are searched together.
 
-        `trust` is what an earlier row with the same prompt earned, if tokens were generated since (the last
-        `num_generated`); None = it is learned. `copy_strength` is that of `GenerationSettings`, `inserted` that of
-        `Row`.
+        `trust` is what an earlier row with the same prompt earned, if tokens were generated since; None = it is
+        learned. `copy_strength` is that of `GenerationSettings`, `inserted` and `num_generated` are those of `Row`.
         """
         row = Row(
             np.array(tokens, np.int64),
@@ -123,7 +122,7 @@ class Decoder:
             slot=len(self.rows),
             copy_strength=copy_strength,
             inserted=inserted,
-            num_prompt=len(tokens) - num_generated,
+            num_generated=num_generated,
         )
         if trust is not None:
             row.trust, row.prompt = trust, None
@@ -140,6 +139,7 @@ class Decoder:
             row.num_read -= wrong
             self.cache.remove_last(row.slot, wrong)
         row.tokens, row.draft = np.append(row.tokens, tokens), row.draft[:0]
+        row.num_generated += len(tokens)
         self._drop(row)
 
     @torch.inference_mode()

@@ -28,8 +28,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.order import FOLDER as SUFFIXES
-from indexing.suffixes.votes import FOLDER as VOTES
-from indexing.suffixes.votes import require_votes
+from indexing.suffixes.votes import stores_votes
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL, TokenLosses
 from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying, write_fitted
@@ -119,9 +118,7 @@ def add_retrieval(
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
-    fits = not settings.copy_head.datastore or datastore.has(VOTES) or not datastore.has(SUFFIXES)
-    if settings.copy_head.datastore and fits:
-        require_votes(datastore)
+    can_fit = not settings.copy_head.datastore or stores_votes(datastore)
     if settings.retrieves:
         datastore.require("neighbors")
         if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
@@ -131,7 +128,7 @@ def add_retrieval(
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
     fit = CopyFit(0, 0.0, 0.0, 0.0)
-    if not fits:
+    if not can_fit:
         log.warning(
             "copying is not fitted to %s, which has no stage 'votes': the networks are those of other text", folder
         )

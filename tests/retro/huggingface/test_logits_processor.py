@@ -218,7 +218,7 @@ def test_after_embeddings_copying_begins_with_the_generated_tokens(
     plain = scores_of(model, embedded, lambda _, scores: scores.log_softmax(-1))
     mixed = scores_of(model, embedded, processor)
     torch.testing.assert_close(mixed[0], plain[0])
-    assert all(text.row.num_prompt == 0 and len(text.row.tokens) == 5 for text in processor._texts)
+    assert all(text.prompt == 0 and len(text.row.tokens) == 5 for text in processor._texts)
     assert processor.sources(model.generate(**embedded, logits_processor=[processor], max_new_tokens=9)) == [[], []]
 
 
@@ -291,8 +291,8 @@ def test_another_batch_of_the_next_length_begins_anew(
     fresh = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
     # The first text continues one of the step before, the second one is a new prompt.
     assert torch.equal(mixed[1], fresh(other[1:], scores[1:])[0])
-    assert processor._texts[0].row.num_prompt == 40
-    assert processor._texts[1].row.num_prompt == 41
+    assert processor._texts[0].prompt == 40
+    assert processor._texts[1].prompt == 41
 
 
 def test_a_score_of_minus_infinity_stays(

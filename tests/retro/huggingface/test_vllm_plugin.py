@@ -144,4 +144,4 @@ def test_each_row_has_the_last_tokens_of_its_text_and_of_its_draft(plugin: Any) 
     assert mixed[:, 0].tolist() == [0, 1, 1, 1, 1]
     text = [*range(100, 200), 250, 251]
     assert [row.tokens.tolist() for row in texts] == [text[36:100], text[37:101], text[38:102], [*range(5)]]
-    assert [len(row.tokens) - row.num_prompt for row in texts] == [0, 1, 2, 0]  # generated
+    assert [row.num_generated for row in texts] == [0, 1, 2, 0]
