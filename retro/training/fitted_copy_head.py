@@ -64,10 +64,10 @@ class CopyFit(NamedTuple):
         after: loss with the fitted networks.
     """
 
-    num_tokens: int
-    off: float
-    before: float
-    after: float
+    num_tokens: int = 0
+    off: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
 
 
 # --- retrieval for a checkpoint --------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def add_retrieval(
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
-    fit = CopyFit(0, 0.0, 0.0, 0.0)
+    fit = CopyFit()
     if not can_fit:
         log.warning(
             "copying is not fitted to %s, which has no stage 'votes': the networks are those of other text", folder
@@ -287,7 +287,7 @@ def fit_copy_head(
     model.train(training)
     if not reads:
         log.warning("copying from %s is not fitted: the batches have none", " and ".join(names))
-        return CopyFit(0, 0.0, 0.0, 0.0)
+        return CopyFit()
     parts, off = zip(*reads, strict=True)
     tokens, fitted = joined(parts), copy.deepcopy(head).cpu()
     with during("fitting what is copied from %s", " and ".join(names)):
