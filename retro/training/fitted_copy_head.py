@@ -128,18 +128,13 @@ def add_retrieval(
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
     fit = CopyFit()
-    if not can_fit:
+    if can_fit:
+        batches = _training_batches(data, settings, num_tokens, placement)
+        fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
+    else:
         log.warning(
             "copying is not fitted to %s, which has no stage 'votes': the networks are those of other text", folder
         )
-    else:
-        span = max(m, min(SPAN, length) // m * m)
-        spans = replace(data, sequence_length=span)
-        source = TrainingData(
-            data.datastores, spans, retrieval=settings.retrieves, votes=bool(settings.copy_head.datastore)
-        )
-        batches = read_batches(source, -(-num_tokens // span), placement)
-        fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     if checkpoint.of_transformers:
         assert model.copy_head is not None
         figures = {"tokens": fit.num_tokens, "loss_off": fit.off, "loss_before": fit.before, "loss_after": fit.after}
@@ -147,6 +142,19 @@ def add_retrieval(
     else:
         _write(checkpoint, model, data, datastore, file, names)
     return fit
+
+
+def _training_batches(
+    data: DataSettings, settings: ModelSettings, num_tokens: int, placement: Placement
+) -> Iterator[Inputs]:
+    """At least `num_tokens` tokens of training text, in sequences of at most `SPAN` tokens, with what the sources
+    read."""
+    m = settings.chunk_length
+    span = max(m, min(SPAN, data.sequence_length) // m * m)
+    votes = bool(settings.copy_head.datastore)
+    spans = replace(data, sequence_length=span)
+    source = TrainingData(data.datastores, spans, retrieval=settings.retrieves, votes=votes)
+    return read_batches(source, -(-num_tokens // span), placement)
 
 
 def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> Iterator[Inputs]:
