@@ -1,6 +1,6 @@
 """Optimizers and learning rates: bits per byte of held-out text after the same tokens, retrieval OFF and ON.
 
-    python -m benchmarks.quality.recipe docs.jsonl.zst --output RUNS [--steps 240] [--seeds 0 1 2] [--recipes adamw muon] [--minutes 0]
+    python -m benchmarks.quality.recipe docs.jsonl.zst --output RUNS [--steps 240] [--seeds 0 1 2] [--recipes "AdamW, 3e-3" Muon] [--minutes 0]
     python -m benchmarks.quality.recipe summary --output RUNS
 
 The model is a preset with its copying; a baseline is the same model with retrieval OFF. Finished runs are kept, so the
@@ -18,15 +18,34 @@ from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 
 RECIPES: dict[str, dict[str, str]] = {
-    "AdamW, 1e-3": {"train.optimizer": "adamw", "train.lr": "1e-3"},
-    "AdamW, 3e-3": {"train.optimizer": "adamw", "train.lr": "3e-3"},
-    "AdamW, 1e-2": {"train.optimizer": "adamw", "train.lr": "1e-2"},
+    **{f"AdamW, {rate}": {"train.optimizer": "adamw", "train.lr": rate} for rate in ("1e-3", "3e-3", "1e-2")},
+    "AdamW, 3e-3, betas of Muon": {
+        "train.optimizer": "adamw",
+        "train.lr": "3e-3",
+        "train.beta1": "0.5",
+        "train.beta2": "0.99",
+    },
+    "Muon": {"train.optimizer": "muon"},
     **{
         f"Muon, {muon}, others {rate}": {"train.optimizer": "muon", "train.lr": rate, "train.muon-lr": muon}
-        for muon in ("0.02", "0.05")
-        for rate in ("3e-3", "1e-2", "3e-2", "1e-1")
+        for muon in ("0.03", "0.05", "0.08")
+        for rate in ("2e-2", "3e-2", "5e-2")
     },
     # One factor at a time, from the preset's own recipe.
+    "default, beta1 0.9": {"train.beta1": "0.9"},
+    "default, beta1 0.8": {"train.beta1": "0.8"},
+    "default, beta1 0.2": {"train.beta1": "0.2"},
+    "default, beta2 0.95": {"train.beta2": "0.95"},
+    "default, beta2 0.999": {"train.beta2": "0.999"},
+    "default, momentum 0.95": {"train.muon-momentum": "0.95"},
+    "default, momentum 0.85": {"train.muon-momentum": "0.85"},
+    "default, betas and momentum before": {
+        "train.beta1": "0.9",
+        "train.beta2": "0.95",
+        "train.muon-momentum": "0.95",
+    },
+    "default, no clipping": {"train.max-grad-norm": "0"},
+    "default, warmup 100": {"train.warmup-steps": "100"},
     "default, cosine to zero": {"train.min-lr-ratio": "0"},
     "default, linear to zero": {"train.lr-schedule": "linear", "train.min-lr-ratio": "0"},
     "default, wsd to zero": {"train.lr-schedule": "wsd", "train.decay-ratio": "0.4", "train.min-lr-ratio": "0"},
@@ -35,6 +54,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "default, weight decay 1": {"train.weight-decay": "1"},
     "default, half the batch": {"train.batch-size": "2"},
     "default, twice the batch": {"train.batch-size": "8"},
+    "default, half the batch, qk norm": {"train.batch-size": "2", "model.attention.qk-norm": "true"},
 }
 """Name → settings of `retro train`."""
 _SEQUENCES = 4  # of a step, unless the recipe says otherwise
@@ -54,8 +74,8 @@ def train(folder: Path, run: Path, recipe: dict[str, str], seed: int, options: a
     steps = str(options.steps * _SEQUENCES // int(batch))  # as many tokens with all recipes
     sizes = {"data.sequence-length": "512", "train.batch-size": batch, "train.steps": steps}
     evaluated = {"train.eval-every": "0", "train.eval-tokens": str(options.tokens), "train.checkpoint-every": "1000"}
-    common = {"datastore": str(folder / "datastore"), "model.preset": options.preset, "train.warmup-steps": "20"}
-    named = {"run": str(run), "train.seed": str(seed), "train.precision": "float32"}
+    common = {"datastore": str(folder / "datastore"), "model.preset": options.preset}
+    named = {"run": str(run), "train.seed": str(seed), "train.precision": options.precision}
     verb(folder, "train", common | sizes | evaluated | named | recipe)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = {key: value for line in lines for key, value in line.items()}
@@ -71,7 +91,7 @@ def measure(corpus: Path, options: argparse.Namespace, limit: Budget) -> dict[st
     folder = options.output / corpus.name.partition(".")[0]
     folder.mkdir(parents=True, exist_ok=True)
     verb(folder, "index", {"corpus.paths": str(corpus), "datastore": str(folder / "datastore")})
-    names = [name for name in RECIPES if not options.recipes or any(part in name.lower() for part in options.recipes)]
+    names = [name for name in RECIPES if not options.recipes or name in options.recipes]
     rows = []
     for name, seed in limit.each([(name, seed) for seed in options.seeds for name in names], "run"):
         run = folder / f"{options.preset}-{options.steps}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
@@ -103,9 +123,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="of 2,048 tokens")
     parser.add_argument("--tokens", type=int, default=50_000, help="held-out tokens")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument(
-        "--recipes", nargs="*", default=[], help="those whose name contains one of these, in lower case"
-    )
+    parser.add_argument("--precision", default="float32", help="of training, as `train.precision`")
+    parser.add_argument("--recipes", nargs="*", default=[], choices=list(RECIPES), help="default: all", metavar="NAME")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     limit = budget(options)

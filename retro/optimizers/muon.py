@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from retro.model.mixture_of_experts import ExpertLinear
 from retro.parallel.gradient_norms import local
 
-MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of a x + b (x xᵀ) x + c (x xᵀ)² x, which moves singular values between 0 and 1 to between 0.7 and 1.2 in five steps
 (Jordan et al.)."""
@@ -59,7 +58,7 @@ class Muon(torch.optim.AdamW):
         """Make the optimizer.
 
         Args:
-            groups: parameter groups with `lr`, `weight_decay` and `orthogonal`.
+            groups: parameter groups with `lr`, `weight_decay` and `orthogonal`; those that are, with `momentum`.
             dtype: of the products that orthogonalize.
             options: of AdamW.
         """
@@ -79,14 +78,15 @@ class Muon(torch.optim.AdamW):
         for group in groups:
             matrices = [one for one in group["params"] if one.grad is not None] if group["orthogonal"] else []
             for alike in _batches(matrices):
-                self._move(alike, group["lr"], group["weight_decay"])
+                self._move(alike, group)
 
-    def _move(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
-        """Update parameters of one shape."""
-        skip, ahead = getattr(self, "found_inf", None), [self._ahead(parameter) for parameter in parameters]
+    def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters of one shape, of a group."""
+        lr, momentum, skip = group["lr"], group["momentum"], getattr(self, "found_inf", None)
+        ahead = [self._ahead(parameter, momentum) for parameter in parameters]
         wholes = [_whole(one, parameter) for one, parameter in zip(ahead, parameters, strict=True)]
         orthogonals = orthogonal(torch.stack(wholes) if len(wholes) > 1 else wholes[0][None], self.dtype)
-        kept: float | Tensor = 1 - lr * weight_decay
+        kept: float | Tensor = 1 - lr * group["weight_decay"]
         if skip is not None:
             kept = torch.where(skip.bool(), 1.0, kept)
         for parameter, whole in zip(parameters, orthogonals, strict=True):
@@ -96,8 +96,8 @@ class Muon(torch.optim.AdamW):
                 update = update.masked_fill_(skip.bool(), 0.0)
             local(parameter).mul_(kept).sub_(update)
 
-    def _ahead(self, parameter: Tensor) -> Tensor:
-        """The gradient and its momentum, after a look ahead (Nesterov); the own shard."""
+    def _ahead(self, parameter: Tensor, kept: float) -> Tensor:
+        """The gradient and its momentum, of which a step keeps a share, after a look ahead (Nesterov); the own shard."""
         state, skip = self.state[parameter], getattr(self, "found_inf", None)
         assert parameter.grad is not None
         if "momentum" not in state:
@@ -105,8 +105,8 @@ class Muon(torch.optim.AdamW):
         momentum, gradient = local(state["momentum"]), local(parameter.grad)
         if skip is not None:  # the momentum moves to itself: it stays
             gradient = momentum.where(skip.bool(), gradient)
-        momentum.lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp(momentum, MOMENTUM)
+        momentum.lerp_(gradient, 1 - kept)
+        return gradient.lerp(momentum, kept)
 
 
 def _batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -48,13 +48,13 @@ def make_optimizer(
                     settings.weight_decay / factor if decays else 0.0
                 )  # the optimizer multiplies it by the learning rate
                 new = {"params": [], "weight_decay": decay, "lr": settings.peak_lr * factor, "lr_factor": factor}
-                new |= {"orthogonal": orthogonal} if muon else {}
+                new |= {"orthogonal": orthogonal, "momentum": settings.muon_momentum} if muon else {}
                 groups.setdefault((orthogonal, decays, factor), new)["params"].append(parameter)
     if muon and not any(group["orthogonal"] for group in groups.values()):
         raise InputError(
             "train.optimizer = 'muon': no matrix of a layer is trained (train.weights, lora.rank). Set 'adamw', which updates the others."
         )
-    options: dict[str, Any] = {"lr": settings.peak_lr, "betas": (settings.beta1, settings.beta2), "fused": True}
+    options: dict[str, Any] = {"lr": settings.peak_lr, "betas": settings.betas, "fused": True}
     if muon:
         return Muon(groups.values(), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, **options)
     return torch.optim.AdamW(list(groups.values()), **options)

@@ -16,6 +16,8 @@ Optimizer = Literal["auto", "adamw", "muon"]
 _SMALL = ("tiny", "small", "base-cpu")
 """Presets whose recipe is not the paper's (docs/results/recipe.md)."""
 _LR = {"adamw": 1e-3, "muon": 3e-2}
+_BETAS = {"adamw": (0.9, 0.95), "muon": (0.5, 0.99)}
+_WARMUP = 100
 
 
 @settings
@@ -37,13 +39,17 @@ class TrainSettings:
     muon_lr: PositiveFloat = 0.05
     """Peak learning rate of matrices with `muon`: the largest singular value of an update is about this times
     sqrt(outputs / inputs), at least this. It follows the schedule of `lr`, and does not depend on the width."""
+    muon_momentum: Fraction = 0.9
+    """Share of the momentum of matrices that a step keeps, with `muon`. 0.95 is usual; 0.9 learns more in runs of a few
+    hundred steps (docs/results/recipe.md)."""
     lr: NonNegativeFloat = 0.0
     """Peak learning rate of AdamW (paper: 2e-4 for the sizes from 172M to 1.5B). 0 = 1e-3, with `muon` 3e-2 for the
     parameters that are not its own."""
     min_lr_ratio: Fraction = 0.1
     """Last learning rate as a fraction of the peak."""
-    warmup_steps: NonNegativeInt = 100
-    """Steps of linear warm-up from 1e-7 (paper: 750). A run with fewer `steps` warms up in a tenth of them."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear warm-up from 1e-7 (paper: 750). Default: a tenth of `steps`, at most 100; set it for a `constant`
+    run that shall be extended. If it is more than `steps`, it is a tenth of them, with a warning."""
     lr_schedule: Schedule = "cosine"
     """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can
     be continued as `wsd`."""
@@ -52,10 +58,10 @@ class TrainSettings:
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay (paper: 0.1), for matrices and embeddings: a step multiplies them by 1 - `lr` x `weight_decay`, with
     `muon` too. Gains, biases and vectors of heads do not decay."""
-    beta1: Fraction = 0.9
-    """AdamW's beta of the first moment (paper: 0.9)."""
-    beta2: Fraction = 0.95
-    """AdamW's beta of the second moment (paper: 0.95)."""
+    beta1: Fraction | None = None
+    """AdamW's beta of the first moment. Default: 0.9 (paper), with `muon` 0.5."""
+    beta2: Fraction | None = None
+    """AdamW's beta of the second moment. Default: 0.95 (paper), with `muon` 0.99."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the norm of the gradient to this value; 0 = no clipping."""
     seed: int = 0
@@ -103,14 +109,25 @@ class TrainSettings:
         """`lr`, or the optimizer's own."""
         return self.lr or _LR.get(self.optimizer, _LR["adamw"])
 
-    def for_model(self, preset: str) -> "TrainSettings":
-        """The settings with optimizer and learning rate for a model of this preset; empty = none."""
-        is_new = self.weights == "all" and not self.init_from
-        automatic: Optimizer = "muon" if preset in _SMALL and is_new else "adamw"
-        chosen = replace(self, optimizer=automatic if self.optimizer == "auto" else self.optimizer)
-        return replace(chosen, lr=chosen.peak_lr)
+    @property
+    def betas(self) -> tuple[float, float]:
+        """`beta1` and `beta2`, or the optimizer's own."""
+        first, second = _BETAS.get(self.optimizer, _BETAS["adamw"])
+        return first if self.beta1 is None else self.beta1, second if self.beta2 is None else self.beta2
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up: `warmup_steps`, or a tenth of a run that has fewer steps."""
-        return self.warmup_steps if self.warmup_steps <= self.steps else self.steps // 10
+        """Steps of the warm-up."""
+        tenth = self.steps // 10
+        if self.warmup_steps is None:
+            return min(tenth, _WARMUP)
+        return self.warmup_steps if self.warmup_steps <= self.steps else tenth
+
+    def for_model(self, preset: str) -> "TrainSettings":
+        """The settings with what they leave to the optimizer, for a model of this preset; empty = none."""
+        is_new = self.weights == "all" and not self.init_from
+        automatic: Optimizer = "muon" if preset in _SMALL and is_new else "adamw"
+        chosen = replace(self, optimizer=automatic if self.optimizer == "auto" else self.optimizer)
+        beta1, beta2 = chosen.betas
+        warmup_steps = self.warmup if self.warmup_steps is None else self.warmup_steps
+        return replace(chosen, lr=chosen.peak_lr, beta1=beta1, beta2=beta2, warmup_steps=warmup_steps)

@@ -48,7 +48,8 @@ def test_steps_equal_those_of_torch(shape: tuple[int, int]) -> None:
     ours, theirs = (nn.Linear(shape[1], shape[0], bias=False) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer([ours], MUON, dtype=torch.bfloat16)  # as torch's, which knows no other precision
-    reference = torch.optim.Muon(theirs.parameters(), lr=MUON.muon_lr, weight_decay=MUON.lr * 0.1 / MUON.muon_lr)
+    decay = MUON.lr * 0.1 / MUON.muon_lr
+    reference = torch.optim.Muon(theirs.parameters(), lr=MUON.muon_lr, weight_decay=decay, momentum=MUON.muon_momentum)
     for step in range(4):
         for layer, each in ((ours, optimizer), (theirs, reference)):
             layer.weight.grad = normal(*shape, seed=step)

@@ -41,6 +41,11 @@ def test_a_run_with_fewer_steps_than_its_warmup_warms_up_in_a_tenth_of_them(step
     assert rates[max(0, warmup - 1)] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (240, 24), (1000, 100), (90_000, 100)])
+def test_the_warmup_is_a_tenth_of_the_steps_and_at_most_100(steps: int, warmup: int) -> None:
+    assert TrainSettings(steps=steps).warmup == TrainSettings(steps=steps).for_model("tiny").warmup_steps == warmup
+
+
 def test_matrices_decay_and_norms_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
@@ -178,4 +183,5 @@ def test_activations_change_equally_at_every_width(tied: bool) -> None:
 def test_new_models_of_small_presets_learn_with_muon(preset: str, changes: dict, optimizer: str, lr: float) -> None:
     settings = TrainSettings(**changes).for_model(preset)
     assert (settings.optimizer, settings.lr) == (optimizer, lr)
+    assert settings.betas == ((0.5, 0.99) if optimizer == "muon" else (0.9, 0.95))  # docs/results/recipe.md
     assert settings.for_model(preset) == settings  # as a run records it
