@@ -19,11 +19,14 @@ from pipelines.cli.results import Table
 
 RECIPES: dict[str, dict[str, str]] = {
     **{f"AdamW, {rate}": {"train.optimizer": "adamw", "train.lr": rate} for rate in ("1e-3", "3e-3", "1e-2")},
-    "AdamW, 3e-3, betas of Muon": {
-        "train.optimizer": "adamw",
-        "train.lr": "3e-3",
-        "train.beta1": "0.5",
-        "train.beta2": "0.99",
+    **{
+        f"AdamW, 3e-3, betas {beta1} and 0.99": {
+            "train.optimizer": "adamw",
+            "train.lr": "3e-3",
+            "train.beta1": beta1,
+            "train.beta2": "0.99",
+        }
+        for beta1 in ("0.5", "0.8")
     },
     "Muon": {"train.optimizer": "muon"},
     **{
