@@ -163,7 +163,7 @@ def build(
     data = placement.put(batch(model, processes.rows(options.sequences), options))
     step = OptimizerStep(passes, optimizer, processes, placement, settings)
     batches = [data] * settings.gradient_accumulation_steps
-    return Running(lambda: step(settings.warmup_steps, batches), passes, optimizer, num_bytes)
+    return Running(lambda: step(settings.warmup, batches), passes, optimizer, num_bytes)
 
 
 def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> Inputs:

@@ -128,7 +128,7 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, compiled=placement.compiles(settings.compile))
     step = OptimizerStep(passes, optimizer, processes, placement, settings)
-    return lambda: step(settings.warmup_steps, [data]), count_parameters(model, embeddings=True)
+    return lambda: step(settings.warmup, [data]), count_parameters(model, embeddings=True)
 
 
 def _without_its_index() -> None:
