@@ -58,7 +58,7 @@ class Muon(torch.optim.AdamW):
         """Make the optimizer.
 
         Args:
-            groups: parameter groups with `lr`, `weight_decay` and `orthogonal`; those that are, with `momentum`.
+            groups: parameter groups with `lr`, `weight_decay` and `orthogonal`, and for Muon `momentum`.
             dtype: of the products that orthogonalize.
             options: of AdamW.
         """
@@ -81,7 +81,7 @@ class Muon(torch.optim.AdamW):
                 self._move(alike, group)
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters of one shape, of a group."""
+        """Update parameters of one shape, all of this group."""
         lr, momentum, skip = group["lr"], group["momentum"], getattr(self, "found_inf", None)
         ahead = [self._ahead(parameter, momentum) for parameter in parameters]
         wholes = [_whole(one, parameter) for one, parameter in zip(ahead, parameters, strict=True)]
@@ -96,17 +96,17 @@ class Muon(torch.optim.AdamW):
                 update = update.masked_fill_(skip.bool(), 0.0)
             local(parameter).mul_(kept).sub_(update)
 
-    def _ahead(self, parameter: Tensor, kept: float) -> Tensor:
-        """The gradient and its momentum, of which a step keeps a share, after a look ahead (Nesterov); the own shard."""
+    def _ahead(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Add the gradient to its running average, and look one step ahead (Nesterov). Of a shard, this process's part."""
         state, skip = self.state[parameter], getattr(self, "found_inf", None)
         assert parameter.grad is not None
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter, requires_grad=False)
-        momentum, gradient = local(state["momentum"]), local(parameter.grad)
-        if skip is not None:  # the momentum moves to itself: it stays
-            gradient = momentum.where(skip.bool(), gradient)
-        momentum.lerp_(gradient, 1 - kept)
-        return gradient.lerp(momentum, kept)
+        average, gradient = local(state["momentum"]), local(parameter.grad)
+        if skip is not None:  # the average moves to itself: it stays
+            gradient = average.where(skip.bool(), gradient)
+        average.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum)
 
 
 def _batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -15,8 +15,11 @@ Optimizer = Literal["auto", "adamw", "muon"]
 
 _SMALL = ("tiny", "small", "base-cpu")
 """Presets whose recipe is not the paper's (docs/results/recipe.md)."""
-_LR = {"adamw": 1e-3, "muon": 3e-2}
-_BETAS = {"adamw": (0.9, 0.95), "muon": (0.5, 0.99)}
+_OWN = {
+    "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95},
+    "muon": {"lr": 3e-2, "beta1": 0.5, "beta2": 0.99},
+}
+"""What an optimizer sets by default."""
 _WARMUP = 100
 
 
@@ -40,16 +43,16 @@ class TrainSettings:
     """Peak learning rate of matrices with `muon`: the largest singular value of an update is about this times
     sqrt(outputs / inputs), at least this. It follows the schedule of `lr`, and does not depend on the width."""
     muon_momentum: Fraction = 0.9
-    """Share of the momentum of matrices that a step keeps, with `muon`. 0.95 is usual; 0.9 learns more in runs of a few
-    hundred steps (docs/results/recipe.md)."""
-    lr: NonNegativeFloat = 0.0
-    """Peak learning rate of AdamW (paper: 2e-4 for the sizes from 172M to 1.5B). 0 = 1e-3, with `muon` 3e-2 for the
-    parameters that are not its own."""
+    """Momentum of matrices with `muon`: 0.95 is usual, and models learn more with 0.9 in runs of a few hundred steps
+    (docs/results/recipe.md)."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate of AdamW (paper: 2e-4 for the sizes from 172M to 1.5B). Default: 1e-3, with `muon` 3e-2 for
+    the parameters that are not its own."""
     min_lr_ratio: Fraction = 0.1
     """Last learning rate as a fraction of the peak."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up from 1e-7 (paper: 750). Default: a tenth of `steps`, at most 100; set it for a `constant`
-    run that shall be extended. If it is more than `steps`, it is a tenth of them, with a warning."""
+    """Steps of linear warm-up from 1e-7 (paper: 750). Default: a tenth of `steps`, at most 100; set it if you may extend
+    the run. More than `steps` is a tenth of them, with a warning."""
     lr_schedule: Schedule = "cosine"
     """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can
     be continued as `wsd`."""
@@ -107,13 +110,17 @@ class TrainSettings:
     @property
     def peak_lr(self) -> float:
         """`lr`, or the optimizer's own."""
-        return self.lr or _LR.get(self.optimizer, _LR["adamw"])
+        return self._or_own("lr")
 
     @property
     def betas(self) -> tuple[float, float]:
         """`beta1` and `beta2`, or the optimizer's own."""
-        first, second = _BETAS.get(self.optimizer, _BETAS["adamw"])
-        return first if self.beta1 is None else self.beta1, second if self.beta2 is None else self.beta2
+        return self._or_own("beta1"), self._or_own("beta2")
+
+    def _or_own(self, name: str) -> float:
+        """A setting, or what the optimizer sets by default; that of `auto` is not known here: `adamw`."""
+        value: float | None = getattr(self, name)
+        return _OWN.get(self.optimizer, _OWN["adamw"])[name] if value is None else value
 
     @property
     def warmup(self) -> int:
@@ -129,5 +136,4 @@ class TrainSettings:
         automatic: Optimizer = "muon" if preset in _SMALL and is_new else "adamw"
         chosen = replace(self, optimizer=automatic if self.optimizer == "auto" else self.optimizer)
         beta1, beta2 = chosen.betas
-        warmup_steps = self.warmup if self.warmup_steps is None else self.warmup_steps
-        return replace(chosen, lr=chosen.peak_lr, beta1=beta1, beta2=beta2, warmup_steps=warmup_steps)
+        return replace(chosen, lr=chosen.peak_lr, beta1=beta1, beta2=beta2, warmup_steps=chosen.warmup)

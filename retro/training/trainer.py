@@ -126,9 +126,9 @@ class Trainer:
             advance: receives numbers of trained tokens.
         """
         settings.check()
+        _warn_of_short_warmup(settings.train)
         settings = replace(settings, train=settings.train.for_model(settings.model.preset))
         status("opening the data and the model")
-        _warn_of_short_warmup(settings.train)
         self.run, self.advance = run, advance
         device = training_device(settings.train.device)
         self.processes = Processes(settings.parallel, device)
@@ -434,7 +434,7 @@ class Trainer:
 
 
 def _warn_of_short_warmup(settings: TrainSettings) -> None:
-    if settings.warmup != settings.warmup_steps:
+    if settings.warmup_steps is not None and settings.warmup != settings.warmup_steps:
         text = "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead"
         log.warning(text, settings.warmup_steps, settings.warmup)
 
