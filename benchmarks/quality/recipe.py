@@ -17,17 +17,16 @@ from benchmarks.common import Budget, budget, markdown, model_parser, say, write
 from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 
+_ADAMW = {"train.optimizer": "adamw", "train.lr": "3e-3"}  # its best rate
 RECIPES: dict[str, dict[str, str]] = {
     **{f"AdamW, {rate}": {"train.optimizer": "adamw", "train.lr": rate} for rate in ("1e-3", "3e-3", "1e-2")},
     **{
-        f"AdamW, 3e-3, betas {beta1} and 0.99": {
-            "train.optimizer": "adamw",
-            "train.lr": "3e-3",
-            "train.beta1": beta1,
-            "train.beta2": "0.99",
-        }
+        f"AdamW, 3e-3, betas {beta1} and 0.99": _ADAMW | {"train.beta1": beta1, "train.beta2": "0.99"}
         for beta1 in ("0.5", "0.8")
     },
+    "AdamW, 3e-3, half the batch": _ADAMW | {"train.batch-size": "2"},
+    "AdamW, 3e-3, betas 0.8 and 0.99, half the batch": _ADAMW
+    | {"train.beta1": "0.8", "train.beta2": "0.99", "train.batch-size": "2"},
     "Muon": {"train.optimizer": "muon"},
     **{
         f"Muon, {muon}, others {rate}": {"train.optimizer": "muon", "train.lr": rate, "train.muon-lr": muon}
