@@ -20,7 +20,8 @@ _OWN = {
     "muon": {"lr": 3e-2, "beta1": 0.5, "beta2": 0.99},
 }
 """What an optimizer sets by default."""
-_WARMUP = 100
+_WARMUP = (20, 100)
+"""Fewest and most steps of a warm-up that is not set. With a shorter one the first updates of embeddings are large."""
 
 
 @settings
@@ -51,8 +52,8 @@ class TrainSettings:
     min_lr_ratio: Fraction = 0.1
     """Last learning rate as a fraction of the peak."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up from 1e-7 (paper: 750). Default: a tenth of `steps`, at most 100; set it if you may extend
-    the run. More than `steps` is a tenth of them, with a warning."""
+    """Steps of linear warm-up from 1e-7 (paper: 750). Default: a tenth of `steps`, at least 20 and at most 100, and never
+    more than a fifth; set it if you may extend the run. More than `steps` is a tenth of them, with a warning."""
     lr_schedule: Schedule = "cosine"
     """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can
     be continued as `wsd`."""
@@ -127,7 +128,8 @@ class TrainSettings:
         """Steps of the warm-up."""
         tenth = self.steps // 10
         if self.warmup_steps is None:
-            return min(tenth, _WARMUP)
+            fewest, most = _WARMUP
+            return min(max(tenth, fewest), most, self.steps // 5)
         return self.warmup_steps if self.warmup_steps <= self.steps else tenth
 
     def for_model(self, preset: str) -> "TrainSettings":

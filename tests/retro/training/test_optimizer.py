@@ -41,8 +41,8 @@ def test_a_run_with_fewer_steps_than_its_warmup_warms_up_in_a_tenth_of_them(step
     assert rates[max(0, warmup - 1)] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (240, 24), (1000, 100), (90_000, 100)])
-def test_the_warmup_is_a_tenth_of_the_steps_and_at_most_100(steps: int, warmup: int) -> None:
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 0), (60, 12), (120, 20), (240, 24), (90_000, 100)])
+def test_the_warmup_is_a_tenth_of_the_steps_but_20_to_100_and_at_most_a_fifth(steps: int, warmup: int) -> None:
     assert TrainSettings(steps=steps).warmup == TrainSettings(steps=steps).for_model("tiny").warmup_steps == warmup
 
 
