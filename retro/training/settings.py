@@ -15,11 +15,11 @@ Optimizer = Literal["auto", "adamw", "muon"]
 
 _SMALL = ("tiny", "small", "base-cpu")
 """Presets whose recipe is not the paper's (docs/results/recipe.md)."""
-_OWN = {
+_DEFAULTS = {
     "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95},
     "muon": {"lr": 3e-2, "beta1": 0.5, "beta2": 0.99},
 }
-"""What an optimizer sets by default."""
+"""Of settings that depend on the optimizer."""
 _WARMUP = (20, 100)
 """Fewest and most steps of a warm-up that is not set. With a shorter one the first updates of embeddings are large."""
 
@@ -110,18 +110,18 @@ class TrainSettings:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or the optimizer's own."""
-        return self._or_own("lr")
+        """`lr`, or the default of the optimizer."""
+        return self._or_default("lr")
 
     @property
     def betas(self) -> tuple[float, float]:
-        """`beta1` and `beta2`, or the optimizer's own."""
-        return self._or_own("beta1"), self._or_own("beta2")
+        """`beta1` and `beta2`, or the default of the optimizer."""
+        return self._or_default("beta1"), self._or_default("beta2")
 
-    def _or_own(self, name: str) -> float:
-        """A setting, or what the optimizer sets by default; that of `auto` is not known here: `adamw`."""
+    def _or_default(self, name: str) -> float:
+        """A setting, or the default of its optimizer; `auto` that `for_model` has not decided counts as `adamw`."""
         value: float | None = getattr(self, name)
-        return _OWN.get(self.optimizer, _OWN["adamw"])[name] if value is None else value
+        return _DEFAULTS.get(self.optimizer, _DEFAULTS["adamw"])[name] if value is None else value
 
     @property
     def warmup(self) -> int:
