@@ -1,4 +1,4 @@
-"""Code that PyTorch generates for parts B and C on an H100, made and checked without a GPU.
+"""Code that PyTorch generates for parts B and C and for 1.5b on an H100, made and checked without a GPU.
 
     python -m benchmarks.speed.gpu_code [--base CHECKPOINT] [--cases NAME ...] [--compile] [--minutes 10] [--tiny] [--output FOLDER]
 
@@ -17,6 +17,7 @@ import contextlib
 import copy
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,6 +40,7 @@ from benchmarks.speed.gpu_run import config_of, decoder_of
 from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.copying import matches
+from retro.copying.head import initial_weights
 from retro.device import Placement
 from retro.estimates.trace import fused_attention
 from retro.model import kernels
@@ -80,6 +82,7 @@ def training_step(settings: ModelSettings, rows: int, num_tokens: int) -> list[s
     codes: list[str] = []
     backend = _backend(codes)
     m = settings.chunk_length
+    initial_weights()  # read while tensors are real
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch, "compile", partial(torch.compile, backend=backend)),
@@ -263,12 +266,14 @@ def _pointers(statement: ast.stmt, *functions: str) -> set[str]:
 
 def check(settings: ModelSettings, rows: int, num_tokens: int, folder: Path, compiles: bool) -> Iterator[Figures]:
     """Generate, store and check the code of a training step."""
+    began = time.process_time()
     codes = training_step(settings, rows, num_tokens)
+    spent = time.process_time() - began
     folder.mkdir(parents=True, exist_ok=True)
     for number, code in enumerate(codes):
         (folder / f"graph_{number}.py").write_text(code)
     sources = {name: source for code in codes for name, source in kernels_of(code).items()}
-    yield {"graphs": len(codes), "kernels": len(sources)}
+    yield {"graphs": len(codes), "kernels": len(sources), "CPU seconds": round(spent, 1)}
     unsafe = {name: sorted(found) for name, source in sources.items() if (found := reads_of_written(source))}
     yield {"unsafe reads": unsafe or "none"}
     if compiles:
@@ -294,13 +299,15 @@ def translate(source: str) -> None:
 
 
 def cases_of(base: Path | None, folder: Path, tiny: bool, compiles: bool) -> dict[str, Case]:
-    """Models of parts B and C with their batches."""
+    """Models of parts B and C, and the paper's 1.5b, with their batches."""
     config = config_of(Path("unused"), tiny)
     data, sizes = config.data, {"vocab_size": config.tokenizer.vocab_size, "chunk_length": CHUNK_LENGTH}
     models = {
         f"part B, {name}": (updated(resolve(one.model), sizes), config.train.batch_size, data.sequence_length)
         for name, one in (("RETRO", config), ("decoder", decoder_of(config)))
     }
+    if not tiny:
+        models["1.5b"] = updated(resolve(ModelSettings(preset="1.5b")), sizes | {"vocab_size": 128_000}), 4, 2048
     if base is not None:
         own = {"shared_embeddings": True, "copy_head": NO_COPY_HEAD, "chunk_length": CHUNK_LENGTH}
         for name, layers in (("RETRO", LAYERS), ("decoder", ())):

@@ -120,7 +120,7 @@ class _SummedLoss(torch.autograd.Function):
             if needs_hidden:
                 to_hidden[rows] = _product(gradients, narrow)
             if needs_weight:
-                to_weight += _product(gradients.T, x[rows])
+                _add_product(to_weight, gradients.T, x[rows])
         ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
         total, nats, log_top = nats.sum(), nats.view(labels.shape), log_top.view(labels.shape)
@@ -148,11 +148,11 @@ def _blocks(x: Tensor, vocab_size: int) -> list[slice]:
 
 
 def block_rows(device_type: str, vocab_size: int) -> int:
-    """Number of rows with 1 GiB of float32 logits on a GPU, or 32 MiB on a CPU, which stay near its cache.
+    """Number of rows with 2 GiB of float32 logits on a GPU, or 32 MiB on a CPU, which stay near its cache.
 
-    At least 512, since every block reads the whole weight.
+    At least 512, since every block reads the whole weight, and reads and writes its gradient.
     """
-    return max(512, (1 << 30 if device_type == "cuda" else 1 << 25) // (4 * vocab_size))
+    return max(512, (1 << 31 if device_type == "cuda" else 1 << 25) // (4 * vocab_size))
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,6 +185,16 @@ def _product(gradients: Tensor, other: Tensor) -> Tensor:
         if gradients.device.type == "cuda":
             return torch.mm(gradients, other, out_dtype=torch.float32).div_(_FLOAT16_SCALE)
         return (gradients.float() @ other.float()).div_(_FLOAT16_SCALE)
+
+
+def _add_product(total: Tensor, gradients: Tensor, other: Tensor) -> None:
+    """Add gradients of logits times a matrix to a float32 sum. On a GPU the product itself adds in float32."""
+    if total.device.type != "cuda" or gradients.dtype == torch.float32:
+        total += _product(gradients, other)
+        return
+    scale = _FLOAT16_SCALE if gradients.dtype == torch.float16 else 1.0
+    with torch.autocast("cuda", enabled=False):
+        torch.addmm(total, gradients, other, out_dtype=torch.float32, alpha=1 / scale, out=total)
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def distribute(
         model: equal in all processes.
         processes: with their settings.
         root: the module that is called and contains the model; None = the model, by its `hidden`.
-        compiled: whether to compile the blocks if there are several processes.
+        compiled: use `torch.compile`, see `compile_blocks`.
         dtype: of matrix products.
 
     Raises:
@@ -64,15 +64,33 @@ def distribute(
         share_experts(model, mesh)
     checkpoint_activations(model, settings.activation_checkpointing)
     if compiled:
-        # There is one graph per shape of batch (number of neighbors, document boundaries), and per kind of block if
-        # blocks are compiled. The settings bound their number. With the default limit of 8, a ninth graph of a whole
-        # model is an error.
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    if compiled and processes.count > 1:
-        for block in model.blocks.values():
-            block.compile(dynamic=False)
+        compile_blocks(model, fullgraph=processes.count == 1)
     if processes.count > 1:
         share_data(model, root or model, processes, dtype)
+
+
+def _blocks(model: Retro) -> list[nn.Module]:
+    """All blocks of decoder and encoder."""
+    return [*model.blocks.values(), *(model.encoder.blocks if hasattr(model, "encoder") else [])]
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+def compile_blocks(model: Retro, fullgraph: bool) -> None:
+    """Compile every block, and what the copy head reads. Blocks of a kind share their code, so that a deep model
+    compiles as fast as a shallow one.
+
+    Args:
+        model: with its checkpointing.
+        fullgraph: a graph break is an error and not a slow step. Several processes communicate within blocks.
+    """
+    # There is one graph for each kind of block and shape of batch (number of neighbors, document boundaries). The
+    # settings bound their number. With the default limit of 8, a ninth graph would not be compiled.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    for block in _blocks(model):
+        block.compile(dynamic=False, fullgraph=fullgraph)
+    model.evidence = torch.compile(model.evidence, dynamic=False, fullgraph=fullgraph)  # type: ignore[method-assign]
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
@@ -103,8 +121,7 @@ def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
     contexts: dict[str, Any] = {}
     if how == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    encoder = model.encoder.blocks if hasattr(model, "encoder") else []
-    for block in [*model.blocks.values(), *encoder] if how != "none" else []:
+    for block in _blocks(model) if how != "none" else []:
         block.forward = _checkpointed(block.forward, contexts)
 
 

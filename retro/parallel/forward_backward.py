@@ -5,7 +5,7 @@
 `pipeline_parallel.py` does the same with the layers divided over processes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +23,6 @@ from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.tensor_parallel import local_tokens, of_all_tokens, own_part, token_losses_of
-
-Outputs = tuple[Tensor, Tensor | None, Tensor | None]
-"""Hidden states, `ROUTING` and the copy head's evidence."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +77,13 @@ class WholeModel:
             model: equal in all processes.
             processes: with their settings.
             placement: device and precision.
-            compiled: use `torch.compile`. A single process compiles the whole model, so a graph break is an error and
-                not a slow step. Several processes compile block by block, since they communicate in between.
+            compiled: use `torch.compile`, block by block.
         """
         self.processes, self.placement, self.compiled = processes, placement, compiled
         self.mesh = processes.along("tensor")
         distribute(model, processes, compiled=compiled, dtype=placement.dtype)
         # A distributed model is already on its device, or in the host's memory.
         self.model = model if processes.count > 1 else model.to(placement.device)
-        # There are few shapes: one per number of neighbors, with and without document boundaries. Each compiles once.
-        whole = compiled and processes.count == 1
-        self.run: Callable[[Inputs], Outputs] = (
-            torch.compile(self._run, fullgraph=True, dynamic=False) if whole else self._run
-        )
 
     @property
     def model_parts(self) -> Sequence[Retro]:
@@ -103,7 +94,8 @@ class WholeModel:
         """See `DistributedModel`."""
         sync_gradients(self.model, self.processes.settings, context.last)
         with self.placement.autocast():
-            hidden, routing, evidence = self.run(inputs)
+            hidden, routing = self.model.hidden(inputs)
+            evidence = self.model.evidence(inputs)
             objective, parts = part_of_loss(
                 self.model, hidden, inputs.labels, evidence, routing, context, mesh=self.mesh, compiled=self.compiled
             )
@@ -112,11 +104,6 @@ class WholeModel:
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
             reshard(self.model)
         return parts
-
-    def _run(self, inputs: Inputs) -> Outputs:
-        """Hidden states, `ROUTING` and the copy head's evidence."""
-        hidden, routing = self.model.hidden(inputs)
-        return hidden, routing, self.model.evidence(inputs)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # evaluation has a new shape for each length of text

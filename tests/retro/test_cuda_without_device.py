@@ -66,7 +66,7 @@ def reads_of_step(
     processes = Processes(ALONE, placement.device)
     chosen = TrainSettings(steps=10, warmup_steps=0, **{"monitor_every": 0, **settings})
     passes = WholeModel(model, processes, placement)
-    step = OptimizerStep(passes, make_optimizer([model], chosen), processes, placement, chosen)
+    step = OptimizerStep(passes, make_optimizer([model], chosen, dtype=placement.dtype), processes, placement, chosen)
     step(0, [placement.put(batch) for batch in batches])
     assert {parameter.device for parameter in model.parameters()} == {CUDA}
     return cuda.reads
@@ -97,6 +97,22 @@ def test_the_optimizer_is_queued_before_the_host_waits(monkeypatch: pytest.Monke
         torch.cuda.Event.return_value.synchronize.side_effect = lambda: order.append("wait")  # type: ignore[attr-defined]
         reads_of_step(cuda, "rope", [packed()])
     assert order == ["copy", "optimizer", "wait"]
+
+
+@pytest.mark.parametrize("name", ["rope", "copying", "experts"])
+def test_a_step_of_muon_reads_the_device_once_and_multiplies_in_bfloat16(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied, product = set[torch.dtype](), torch.baddbmm
+
+    def multiply(*matrices: torch.Tensor, **factors: Any) -> torch.Tensor:
+        multiplied.update(matrix.dtype for matrix in matrices)
+        return product(*matrices, **factors)
+
+    monkeypatch.setattr(torch, "baddbmm", multiply)
+    with fake_cuda() as cuda:
+        assert len(reads_of_step(cuda, name, [packed()], optimizer="muon")) == 1
+    assert multiplied == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["rope", "copying"])

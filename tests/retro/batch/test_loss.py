@@ -89,6 +89,7 @@ def test_bfloat16_loss_is_close_to_float32(parts) -> None:
     torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures("block_rows")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_float16_gradients_neither_underflow_nor_overflow(device: str) -> None:
     """Probabilities of 10⁻⁷ are near float16's smallest number, and a label's sum over all rows exceeds 65,504."""
