@@ -5,7 +5,7 @@ text to scores.
 
 All stages of a datastore that copying needs, each with its seconds. Then the paper's 172m with chunks of 32, which
 copies from its own context, neighbors and the whole datastore, and the same decoder that copies from its own context
-only: equal tokens, as many as fit into `--minutes`. Bits per byte of held-out documents: OFF, neighbors, datastore,
+only: equal tokens, as many as fit into `--minutes`, by Muon. Bits per byte of held-out documents: OFF, neighbors, datastore,
 all; changes are against the decoder. OUTPUT has the figures and the loss curves, WORK the datastore and the runs.
 Corpora are JSON Lines, with `.zst` too. `--tiny` runs everything with little text and a small model.
 """
@@ -192,7 +192,7 @@ def config_of(work: Path, tiny: bool) -> Config:
         model=model,
         train=TrainSettings(
             batch_size=2 if tiny else 16,
-            lr=1e-3,
+            optimizer="muon",
             compile="no" if tiny else "auto",
             eval_every=0,
             eval_tokens=1_000 if tiny else 20_000,

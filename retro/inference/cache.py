@@ -68,7 +68,7 @@ class Cache:
         if num_slots <= size:
             return
         more = max(num_slots, 2 * size) - size
-        for name, tensor in self._tensors():
+        for name, tensor in self._named():
             setattr(self, name, F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, more)))
 
     def make_tokens(self, num_tokens: int, largest: int) -> int:
@@ -100,15 +100,19 @@ class Cache:
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy a slot, with the first `num_tokens` tokens."""
-        for name, tensor in self._tensors():
+        for name, tensor in self._named():
             part = tensor[..., :num_tokens, :] if name in ("keys", "values") else tensor
             part[target] = part[source]
 
     def swap(self, first: int, second: int, num_tokens: int) -> None:
         """Swap two slots, with the first `num_tokens` tokens."""
-        for name, tensor in self._tensors():
+        for name, tensor in self._named():
             part = tensor[..., :num_tokens, :] if name in ("keys", "values") else tensor
             part[[first, second]] = part[[second, first]]
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
+    def tensors(self) -> list[Tensor]:
+        """All tensors. They are others after the cache has grown."""
+        return [tensor for _, tensor in self._named()]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]

@@ -23,8 +23,9 @@ from retro.batch.masks import neighbor_mask, visible
 from retro.copying.rows import Row
 from retro.device import Placement
 from retro.inference.cache import Cache
-from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
+from retro.inference.span import Span
+from retro.inference.step_graphs import StepGraphs
 from retro.model.attention import Attention
 from retro.model.encoder import Encoder
 from retro.model.layer_pass import LayerPass
@@ -32,38 +33,6 @@ from retro.model.positions import Positions, positions_of
 from retro.model.reader import readable_tokens, rotation_at
 from retro.model.reads import CachedNeighbors, WindowNeighbors
 from retro.model.retro import Retro
-
-
-class Span(NamedTuple):
-    """Tokens of one pass and their positions."""
-
-    rows: list[Row]
-    tokens: Tensor  # [N, n]
-    places: np.ndarray  # [N], slots of the rows
-    at: Tensor  # the same, on the device
-    slots: slice | Tensor  # the same slots; a slice if they follow each other, which avoids a copy
-    starts: np.ndarray  # [N], position of each row's first token
-    positions: Tensor  # [N, n]
-    last: Tensor  # [N], index of each row's last token; tokens after it are padding, and later passes overwrite them
-    begins: Tensor  # bool [N, 1, 1, 1], True for rows that begin with this pass
-    columns: Tensor  # [N, n], columns of the tokens in the cache
-    stop: int  # number of keys to read
-    num_neighbors: int  # the largest K of the rows
-
-    def before(self, stored: Tensor, layer: int, new: Tensor) -> Tensor | None:
-        """The W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer; None if W = 0.
-
-        Those before the beginning of a row are zeros. Stores the last ones in `stored` [B, L, W + draft, H, C].
-        """
-        if not (width := stored.shape[2]):
-            return None
-        before = stored[self.at, layer].to(new.dtype).masked_fill(self.begins, 0)
-        rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
-        # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier
-        # ones too.
-        last = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets]
-        stored[self.at, layer] = last.to(stored.dtype)
-        return before[:, LONGEST_DRAFT:]
 
 
 @dataclass
@@ -115,15 +84,26 @@ class CachedLayers:
             self._positions, [layer.attention.block for layer in model.layers]
         )
         self._cross_distance_keys: Sequence[Tensor | None] = ()
+        # Experts ask the device how many tokens each of them gets.
+        self.graphs = (
+            StepGraphs(self._run) if placement.device.type == "cuda" and not model.settings.expert_layers else None
+        )
         self.cache = self._empty()
 
     def clear(self) -> None:
         """Free the memory of the cache."""
         self.cache = self._empty()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _empty(self) -> Cache:
         with torch.inference_mode():
             return Cache.of(self.model, self.placement.dtype)
+
+    def make_slots(self, num_rows: int) -> None:
+        """Enlarge the cache for this number of rows."""
+        # Graphs let rows that are missing work in the last slot.
+        self.cache.make_slots(num_rows + (self.graphs is not None))
 
     def span(self, rows: list[Row], tokens: np.ndarray, starts: np.ndarray, counts: Sequence[int]) -> Span:
         """Place new tokens in the cache.
@@ -161,11 +141,20 @@ class CachedLayers:
         settings = self.model.settings
         if settings.decoder_reads:
             self.encode_completed(span)
+        crosses = bool(settings.retrieval.cca_layers) and any(row.retrieve for row in span.rows)
+        completes = crosses and len(self._completing(span)) > 0
+        replays = span.tokens.shape[1] == 1 and span.slots == slice(0, len(span.rows)) and not completes
+        if self.graphs is None or not replays:
+            return self._run(span, crosses)
+        return self.graphs.run(span, crosses, self.cache)
+
+    def _run(self, span: Span, crosses: bool) -> Tensor:
+        """As `run`; `crosses` says whether cross-attention reads neighbors of the rows."""
+        settings = self.model.settings
         tokens = [
             TokensOfLayer(self.cache, layer, span, distance_keys)
             for layer, distance_keys in enumerate(self._distance_keys)
         ]
-        crosses = settings.retrieval.cca_layers and any(row.retrieve for row in span.rows)
         # Rows have different positions, so each has its own mask over all keys that any row reads.
         mask = visible(span.positions, self._keys_at(span.stop), settings.attention.sliding_window)
         reads = LayerPass(
@@ -194,15 +183,20 @@ class CachedLayers:
 
     def encode_completed(self, span: Span) -> None:
         """Encode the neighbors of chunks that end with the first token of the span."""
-        completing = [
-            index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
-        ]
-        neighbors = {index: span.rows[index].neighbors[span.starts[index] // self.m] for index in completing}
+        neighbors = {
+            index: span.rows[index].neighbors[span.starts[index] // self.m] for index in self._completing(span)
+        }
         # Rows with as many neighbors are encoded together.
         for k in {len(of_row.tokens) for of_row in neighbors.values()}:
             part = {index: of_row for index, of_row in neighbors.items() if len(of_row.tokens) == k}
             tokens, lengths = (np.stack([of_row[field] for of_row in part.values()]) for field in range(2))
             self._encode(span.at[list(part)], tokens, lengths)
+
+    def _completing(self, span: Span) -> list[int]:
+        """The rows of a span whose first token completes a chunk with neighbors."""
+        return [
+            index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
+        ]
 
     def _encode(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
         """Encode neighbors [A, K, R] with lengths [A, K] of the current chunks in the slots `at` [A]."""

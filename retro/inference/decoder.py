@@ -26,9 +26,10 @@ from retro.copying.rows import RetrieveNeighbors, Row, WholeDatastore, find_neig
 from retro.copying.step_votes import StepVotes
 from retro.device import Placement
 from retro.inference.cache import Cache
-from retro.inference.cached_layers import CachedLayers, Span
+from retro.inference.cached_layers import CachedLayers
 from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
+from retro.inference.span import Span
 from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
@@ -126,7 +127,7 @@ class Decoder:
         )
         if trust is not None:
             row.trust, row.prompt = trust, None
-        self.cache.make_slots(len(self.rows) + 1)
+        self.layers.make_slots(len(self.rows) + 1)
         self.rows.append(row)
         self._drop(row)
         return row
@@ -145,7 +146,7 @@ class Decoder:
     @torch.inference_mode()
     def copy(self, row: Row) -> Row:
         new = row.copy(slot=len(self.rows))
-        self.cache.make_slots(len(self.rows) + 1)
+        self.layers.make_slots(len(self.rows) + 1)
         self.cache.copy(row.slot, new.slot, row.num_read)
         self.rows.append(new)
         return new

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.device_guard import XLA, guard_of_meta
+from retro.inference import step_graphs
+from tests.retro.recorded import record
 
 CUDA = torch.device("cuda", 0)
 _SHOWN = torch.device("xla", 0)
@@ -127,6 +129,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
         stack.enter_context(mock.patch("torch.backends.cuda.is_flash_attention_available", return_value=True))
         stack.enter_context(mock.patch("torch.cuda.Event"))
+        stack.enter_context(mock.patch.object(step_graphs, "record", record))
         stack.enter_context(mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(with_device)))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", _tolist))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))

@@ -1,0 +1,123 @@
+"""One token of each row, replayed: on a GPU the host starts one graph in place of about a thousand kernels.
+
+    first pass of a shape ─ record (`torch.cuda.graph`) ─► graph of all layers, reading and writing fixed tensors
+    every other one ─ tokens and positions ─► its fixed inputs ─ replay ─► activations
+
+A graph belongs to a number of rows (a power of two), of keys (a multiple of `KEY_STEP`) and of neighbors. Rows that are
+missing work in the last slot of the cache, which no row uses. A pass that completes chunks searches and encodes
+neighbors, so it runs as usual, as do prompts and drafts. When the cache grows, its graphs end.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retro.inference.cache import Cache
+from retro.inference.span import Span
+
+log = logging.getLogger("retro")
+
+RunLayers = Callable[[Span, bool], Tensor]
+"""A span, and whether its rows read neighbors by cross-attention → activations [N, n, D]."""
+
+
+class _Shape(NamedTuple):
+    num_rows: int
+    num_keys: int
+    num_neighbors: int
+    crosses: bool
+
+
+class _Graph(NamedTuple):
+    span: Span
+    hidden: Tensor
+    replay: Callable[[], object]
+
+
+@dataclass
+class StepGraphs:
+    """The graphs of a model and a cache.
+
+    Attributes:
+        run_layers: the layers over a span.
+    """
+
+    run_layers: RunLayers
+    _failed: bool = False
+    _graphs: dict[_Shape, _Graph] = field(default_factory=dict)
+    _recorded: list[Tensor] = field(default_factory=list)  # the cache's tensors that the graphs read and write
+
+    def run(self, span: Span, crosses: bool, cache: Cache) -> Tensor:
+        """Activations [N, 1, D] of a span with one token of each row, in the first slots."""
+        if self._failed:
+            return self.run_layers(span, crosses)
+        num_rows = len(span.tokens)
+        shape = _Shape(1 << (num_rows - 1).bit_length(), span.stop, span.num_neighbors, crosses)
+        cache.make_slots(shape.num_rows + 1)
+        if list(map(id, tensors := cache.tensors())) != list(map(id, self._recorded)):
+            self._graphs, self._recorded = {}, tensors
+        if shape not in self._graphs:
+            try:
+                self._graphs[shape] = self._record(shape, span, len(cache.keys) - 1)
+            except RuntimeError as error:
+                self._failed = True
+                log.warning(
+                    "generation starts each kernel alone, which takes longer: no CUDA graph of a step: %s", error
+                )
+                return self.run_layers(span, crosses)
+        graph = self._graphs[shape]
+        for name, fixed in _inputs(graph.span).items():
+            fixed[:num_rows].copy_(_inputs(span)[name])
+            fixed[num_rows:] = len(cache.keys) - 1 if name == "at" else 0
+        graph.replay()
+        return graph.hidden[:num_rows].clone()  # the next replay overwrites it
+
+    def clear(self) -> None:
+        """Free the graphs, and the cache that they read."""
+        self._graphs, self._recorded = {}, []
+
+    def _record(self, shape: _Shape, like: Span, unused: int) -> _Graph:
+        """Record the layers over rows in the unused slot: what recording computes is not kept."""
+        fixed = {
+            name: torch.zeros(shape.num_rows, *one.shape[1:], dtype=one.dtype, device=one.device)
+            for name, one in _inputs(like).items()
+        }
+        fixed["at"].fill_(unused)
+        none = np.empty(0, np.int64)
+        whole = like._asdict() | fixed | {"rows": [], "places": none, "starts": none}
+        span = Span(**whole | {"slots": slice(0, shape.num_rows)})
+        hidden, replay = record(lambda: self.run_layers(span, shape.crosses))
+        return _Graph(span, hidden, replay)
+
+
+def _inputs(span: Span) -> dict[str, Tensor]:
+    """The tensors of a span, which change from step to step. Their first dimension is the rows."""
+    return {name: value for name, value in span._asdict().items() if isinstance(value, Tensor)}
+
+
+@functools.cache
+def _pool() -> Any:
+    """Memory that all graphs share: no result is needed after the next replay."""
+    return torch.cuda.graph_pool_handle()
+
+
+def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    """Record work on the current GPU: its result, which every replay overwrites, and the replay."""
+    dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+    # Casts that autocast keeps would be freed while the graph still reads them.
+    with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is loaded at the first use cannot be loaded while recording
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_pool()):
+            result = work()
+    return result, graph.replay
