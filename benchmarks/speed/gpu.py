@@ -172,7 +172,7 @@ def largest_batch(case: training.Case, memory: int = 0) -> int:
 
 
 def decoding(tiny: bool) -> Iterator[Figures]:
-    """Cached decoding with random neighbors at 172m: tokens/s by the number of rows."""
+    """Cached decoding with random neighbors at 172m: tokens/s by the number of rows, with and without graphs."""
     settings = SMALL if tiny else replace(PRESETS["172m"], vocab_size=128_000, chunk_length=64)
     placed, m = placement(), settings.chunk_length
     model = Retro(settings).to(placed.device).eval()
@@ -183,8 +183,10 @@ def decoding(tiny: bool) -> Iterator[Figures]:
         return np.repeat(tokens[:, None], 2, axis=1), np.full((len(chunks), 2), 2 * m)
 
     steps = 2 * m + 1
-    for num_rows in (1, 8, 64):
+    for num_rows, graphs in ((1, True), (8, True), (64, True), (1, False), (64, False)):
         decoder = Decoder(model, placed, 8 * m)
+        if not graphs:
+            decoder.layers.graphs = None
         rows = [decoder.add(np.arange(m) % settings.vocab_size, retrieve) for _ in range(num_rows)]
         decoder.read(rows)
 
@@ -194,7 +196,8 @@ def decoding(tiny: bool) -> Iterator[Figures]:
                     decoder.append(row, 1)
                 decoder.read(rows)
 
-        yield {f"tokens/s, {num_rows} rows": f"{num_rows * steps / timed(decode):,.0f}"}
+        how = "" if graphs else ", each kernel alone"
+        yield {f"tokens/s, {num_rows} rows{how}": f"{num_rows * steps / timed(decode):,.0f}"}
 
 
 def clustered(count: int, seed: int = 0) -> np.ndarray:
