@@ -118,6 +118,7 @@ def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
             work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_pool()):
+        # Other threads, which search or embed, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
             result = work()
     return result, graph.replay
