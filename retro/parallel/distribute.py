@@ -77,6 +77,12 @@ def _blocks(model: Retro) -> list[nn.Module]:
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 
+def allow_many_graphs() -> None:
+    """There is one graph for each shape of batch (number of neighbors, document boundaries), and each kind of block. The
+    settings bound their number. With the default limit of 8, a ninth graph of a whole model is an error."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+
+
 def compile_blocks(model: Retro, fullgraph: bool) -> None:
     """Compile every block, and what the copy head reads. Blocks of a kind share their code, so that a deep model
     compiles as fast as a shallow one.
@@ -85,9 +91,7 @@ def compile_blocks(model: Retro, fullgraph: bool) -> None:
         model: with its checkpointing.
         fullgraph: a graph break is an error and not a slow step. Several processes communicate within blocks.
     """
-    # There is one graph for each kind of block and shape of batch (number of neighbors, document boundaries). The
-    # settings bound their number. With the default limit of 8, a ninth graph would not be compiled.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    allow_many_graphs()
     for block in _blocks(model):
         block.compile(dynamic=False, fullgraph=fullgraph)
     model.evidence = torch.compile(model.evidence, dynamic=False, fullgraph=fullgraph)  # type: ignore[method-assign]

@@ -334,8 +334,8 @@ def test_a_model_compiles_into_few_graphs_without_graph_breaks(compiled: Config,
     """A graph break would raise. Graphs are counted as traced, without generating code."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     assert_learns_as_uncompiled(with_train(compiled, steps=10), tmp_path / "plain")
-    # Three kinds of blocks of decoder and encoder and the evidence, with and without document boundaries; and the loss.
-    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * (3 + 3 + 1) + 1
+    # With and without document boundaries; and the loss.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 + 1
 
 
 def test_a_run_mixes_two_datastores(config: Config, tmp_path: Path) -> None:
