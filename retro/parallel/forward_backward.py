@@ -78,7 +78,7 @@ class WholeModel:
             processes: with their settings.
             placement: device and precision.
             compiled: use `torch.compile`, block by block; on a CPU a single process compiles the whole model, whose
-                steps are 3% faster (docs/results/speed.md).
+                steps are 4% faster (docs/results/speed.md).
         """
         self.processes, self.placement, self.compiled = processes, placement, compiled
         self.mesh = processes.along("tensor")
