@@ -119,6 +119,35 @@ def budget(options: argparse.Namespace) -> Budget:
     return Budget(60 * options.minutes or math.inf)
 
 
+def corpora_parser(about: str | None, tokens: int) -> argparse.ArgumentParser:
+    """A parser for measurements of models that are trained on some corpora, with a default for the held-out tokens."""
+    parser = model_parser(about or "")
+    parser.add_argument("corpora", nargs="*", type=Path, help="more files of text")
+    parser.add_argument("--preset", default="tiny", help="of the model")
+    parser.add_argument("--steps", type=int, default=240, help="of 2,048 tokens")
+    parser.add_argument("--tokens", type=int, default=tokens, help="held-out tokens")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--precision", default="auto", help="of training and scoring, as `train.precision`")
+    return parser
+
+
+def measure_corpora(
+    parser: argparse.ArgumentParser, measure: Callable[[Path, argparse.Namespace, Budget], dict[str, Any]], kind: str
+) -> Path:
+    """Measure the corpora of the command line, and write the figures; returns their folder. `kind` is a part of the
+    names of files."""
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    limit = budget(options)
+    corpora = [Path(options.base), *options.corpora] if options.base != "summary" else []
+    if len({corpus.name for corpus in corpora}) < len(corpora):
+        parser.error("two corpora have the same file name, which names their results; give one of them another name")
+    for corpus in corpora:
+        stored = options.output / f"{corpus.name.partition('.')[0]}-{kind}-{options.preset}-{options.steps}.json"
+        write(stored, measure(corpus, options, limit))
+    return Path(options.output)
+
+
 def agreed(items: Iterator[int]) -> Iterator[int]:
     """Yield the items of the first process in all processes, so that they stop together."""
     if not dist.is_initialized():

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Budget, budget, markdown, model_parser, percent, placement, say, write
+from benchmarks.common import Budget, corpora_parser, markdown, measure_corpora, percent, placement, say
 from benchmarks.quality.recipe import verb
 from indexing.store.datastore import Datastore
 from pipelines.cli.main import main as retro
@@ -118,20 +118,7 @@ def summary(folder: Path) -> None:
 
 def main() -> None:
     """Measure some corpora, or print the table."""
-    parser = model_parser(__doc__)
-    parser.add_argument("corpora", nargs="*", type=Path, help="more files of text")
-    parser.add_argument("--preset", default="tiny", help="of the model")
-    parser.add_argument("--steps", type=int, default=240, help="of 2,048 tokens")
-    parser.add_argument("--tokens", type=int, default=40_000, help="held-out tokens")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--precision", default="auto", help="of training and scoring, as `train.precision`")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    limit = budget(options)
-    for corpus in [Path(options.base), *options.corpora] if options.base != "summary" else []:
-        stored = options.output / f"{corpus.name.partition('.')[0]}-parts-{options.preset}-{options.steps}.json"
-        write(stored, measure(corpus, options, limit))
-    summary(options.output)
+    summary(measure_corpora(corpora_parser(__doc__, tokens=40_000), measure, "parts"))
 
 
 if __name__ == "__main__":

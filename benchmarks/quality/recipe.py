@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Budget, budget, markdown, model_parser, say, write
+from benchmarks.common import Budget, corpora_parser, markdown, measure_corpora, say
 from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 
@@ -98,7 +98,7 @@ def measure(corpus: Path, options: argparse.Namespace, limit: Budget) -> dict[st
 
 def summary(folder: Path) -> None:
     """Print means over the seeds as Markdown."""
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(folder.glob("*-recipe-*.json")):
         found = json.loads(file.read_text())
         body = []
         for name in dict.fromkeys(row["recipe"] for row in found["rows"]):
@@ -113,24 +113,9 @@ def summary(folder: Path) -> None:
 
 def main() -> None:
     """Measure some corpora, or print the tables."""
-    parser = model_parser(__doc__)
-    parser.add_argument("corpora", nargs="*", type=Path, help="more files of text")
-    parser.add_argument("--preset", default="tiny", help="of the model")
-    parser.add_argument("--steps", type=int, default=240, help="of 2,048 tokens")
-    parser.add_argument("--tokens", type=int, default=50_000, help="held-out tokens")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--precision", default="float32", help="of training, as `train.precision`")
+    parser = corpora_parser(__doc__, tokens=50_000)
     parser.add_argument("--recipes", nargs="*", default=[], choices=list(RECIPES), help="default: all", metavar="NAME")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    limit = budget(options)
-    corpora = [Path(options.base), *options.corpora] if options.base != "summary" else []
-    if len({corpus.name for corpus in corpora}) < len(corpora):
-        parser.error("two corpora have the same file name, which names their results; give one of them another name")
-    for corpus in corpora:
-        stored = options.output / f"{corpus.name.partition('.')[0]}-{options.preset}-{options.steps}.json"
-        write(stored, measure(corpus, options, limit))
-    summary(options.output)
+    summary(measure_corpora(parser, measure, "recipe"))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from retro.device import Placement
 from retro.model.presets import resolve
 from retro.model.retro import Retro
 from retro.model_settings import ModelSettings, updated
-from retro.parallel.distribute import compile_blocks
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 
-WAYS = ("not compiled", "block by block", "one graph")
+WAYS = {"not compiled": (False, False), "block by block": (True, True), "one graph": (True, False)}
+"""Name → `compiled` and `by_block` of `WholeModel`."""
 ROWS, TOKENS, VOCABULARY, CHUNK, STEPS = 4, 512, 8192, 32, 12
 
 
@@ -53,10 +53,8 @@ def measure(preset: str, layers: int, way: str) -> tuple[float, float]:
     model = Retro(updated(resolve(updated(ModelSettings(), {"preset": preset})), sizes)).train()
     cpu = torch.device("cpu")
     placement = Placement(cpu, torch.float32)
-    passes = WholeModel(model, Processes(ALONE, cpu), placement, compiled=way == "one graph")
-    if way == "block by block":
-        compile_blocks(passes.model, fullgraph=True)
-        passes.compiled = True
+    compiled, by_block = WAYS[way]
+    passes = WholeModel(model, Processes(ALONE, cpu), placement, compiled=compiled, by_block=by_block)
 
     def step() -> float:
         began = time.perf_counter()

@@ -47,7 +47,6 @@ from retro.model import kernels
 from retro.model.presets import resolve
 from retro.model.retro import Retro
 from retro.model_settings import NO_COPY_HEAD, ModelSettings, updated
-from retro.parallel.distribute import compile_blocks
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -110,9 +109,8 @@ def training_step(settings: ModelSettings, rows: int, num_tokens: int) -> list[s
         )
         if not settings.retrieval.cca_layers and not settings.copy_head.neighbors:
             inputs = inputs.off()
-        model = WholeModel(Retro(settings), Processes(ALONE, CPU), Placement(CPU, torch.bfloat16))
-        compile_blocks(model.model, fullgraph=True)  # as on a GPU
-        model.compiled = True
+        placement = Placement(CPU, torch.bfloat16)
+        model = WholeModel(Retro(settings), Processes(ALONE, CPU), placement, compiled=True, by_block=True)
         model.forward_backward(inputs, StepContext(torch.tensor(rows * num_tokens), rows, 1.0, last=True))
     return codes
 

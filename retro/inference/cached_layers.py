@@ -142,7 +142,7 @@ class CachedLayers:
         if settings.decoder_reads:
             self.encode_completed(span)
         crosses = bool(settings.retrieval.cca_layers) and any(row.retrieve for row in span.rows)
-        completes = crosses and len(self._completing(span)) > 0
+        completes = crosses and bool(self._completing(span))
         replays = span.tokens.shape[1] == 1 and span.slots == slice(0, len(span.rows)) and not completes
         if self.graphs is None or not replays:
             return self._run(span, crosses)

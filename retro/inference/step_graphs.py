@@ -8,7 +8,6 @@ missing work in the last slot of the cache, which no row uses. A pass that compl
 neighbors, so it runs as usual, as do prompts and drafts. When the cache grows, its graphs end.
 """
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,26 +51,14 @@ class StepGraphs:
     _failed: bool = False
     _graphs: dict[_Shape, _Graph] = field(default_factory=dict)
     _recorded: list[Tensor] = field(default_factory=list)  # the cache's tensors that the graphs read and write
+    _memory: Any = None  # of all graphs: no result is needed after the next replay
 
     def run(self, span: Span, crosses: bool, cache: Cache) -> Tensor:
         """Activations [N, 1, D] of a span with one token of each row, in the first slots."""
-        if self._failed:
-            return self.run_layers(span, crosses)
         num_rows = len(span.tokens)
-        shape = _Shape(1 << (num_rows - 1).bit_length(), span.stop, span.num_neighbors, crosses)
-        cache.make_slots(shape.num_rows + 1)
-        if list(map(id, tensors := cache.tensors())) != list(map(id, self._recorded)):
-            self._graphs, self._recorded = {}, tensors
-        if shape not in self._graphs:
-            try:
-                self._graphs[shape] = self._record(shape, span, len(cache.keys) - 1)
-            except RuntimeError as error:
-                self._failed = True
-                log.warning(
-                    "generation starts each kernel alone, which takes longer: no CUDA graph of a step: %s", error
-                )
-                return self.run_layers(span, crosses)
-        graph = self._graphs[shape]
+        graph = None if self._failed else self._graph(span, crosses, cache)
+        if graph is None:
+            return self.run_layers(span, crosses)
         for name, fixed in _inputs(graph.span).items():
             fixed[:num_rows].copy_(_inputs(span)[name])
             fixed[num_rows:] = len(cache.keys) - 1 if name == "at" else 0
@@ -80,7 +67,23 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Free the graphs, and the cache that they read."""
-        self._graphs, self._recorded = {}, []
+        self._graphs, self._recorded, self._memory = {}, [], None
+
+    def _graph(self, span: Span, crosses: bool, cache: Cache) -> _Graph | None:
+        """The graph of a span's shape, recorded if it is new; None if that fails."""
+        shape = _Shape(1 << (len(span.tokens) - 1).bit_length(), span.stop, span.num_neighbors, crosses)
+        cache.make_slots(shape.num_rows + 1)
+        if list(map(id, cache.tensors())) != list(map(id, self._recorded)):
+            self.clear()
+            self._recorded = cache.tensors()
+        try:
+            if shape not in self._graphs:
+                self._graphs[shape] = self._record(shape, span, len(cache.keys) - 1)
+        except RuntimeError as error:
+            self._failed = True
+            log.warning("generation starts each kernel alone, which takes longer: no CUDA graph of a step: %s", error)
+            return None
+        return self._graphs[shape]
 
     def _record(self, shape: _Shape, like: Span, unused: int) -> _Graph:
         """Record the layers over rows in the unused slot: what recording computes is not kept."""
@@ -92,7 +95,7 @@ class StepGraphs:
         none = np.empty(0, np.int64)
         whole = like._asdict() | fixed | {"rows": [], "places": none, "starts": none}
         span = Span(**whole | {"slots": slice(0, shape.num_rows)})
-        hidden, replay = record(lambda: self.run_layers(span, shape.crosses))
+        hidden, replay, self._memory = record(lambda: self.run_layers(span, shape.crosses), self._memory)
         return _Graph(span, hidden, replay)
 
 
@@ -101,14 +104,11 @@ def _inputs(span: Span) -> dict[str, Tensor]:
     return {name: value for name, value in span._asdict().items() if isinstance(value, Tensor)}
 
 
-@functools.cache
-def _pool() -> Any:
-    """Memory that all graphs share: no result is needed after the next replay."""
-    return torch.cuda.graph_pool_handle()
+def record(work: Callable[[], Tensor], memory: Any = None) -> tuple[Tensor, Callable[[], object], Any]:
+    """Record work on the current GPU: its result, which every replay overwrites, the replay, and the memory of both.
 
-
-def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """Record work on the current GPU: its result, which every replay overwrites, and the replay."""
+    `memory` is that of an earlier recording, to share; None = new.
+    """
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
     # Casts that autocast keeps would be freed while the graph still reads them.
     with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
@@ -119,6 +119,6 @@ def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, which search or embed, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             result = work()
-    return result, graph.replay
+    return result, graph.replay, graph.pool()

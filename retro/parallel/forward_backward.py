@@ -70,6 +70,7 @@ class WholeModel:
         placement: Placement,
         *,
         compiled: bool = False,
+        by_block: bool | None = None,
     ) -> None:
         """Distribute a model.
 
@@ -77,17 +78,20 @@ class WholeModel:
             model: equal in all processes.
             processes: with their settings.
             placement: device and precision.
-            compiled: use `torch.compile`, block by block; on a CPU a single process compiles the whole model, whose
-                steps are 4% faster (docs/results/speed.md).
+            compiled: use `torch.compile`.
+            by_block: compile each kind of block once, as several processes must. False = the whole model: it takes
+                longer, and on a CPU steps are then 4% faster (docs/results/speed.md). None = False for one process on
+                a CPU.
         """
         self.processes, self.placement, self.compiled = processes, placement, compiled
         self.mesh = processes.along("tensor")
-        whole = compiled and processes.count == 1 and placement.device.type == "cpu"
-        distribute(model, processes, compiled=compiled and not whole, dtype=placement.dtype)
+        if by_block is None:
+            by_block = processes.count > 1 or placement.device.type != "cpu"
+        distribute(model, processes, compiled=compiled and by_block, dtype=placement.dtype)
         # A distributed model is already on its device, or in the host's memory.
         self.model = model if processes.count > 1 else model.to(placement.device)
         self.run = self._run
-        if whole:
+        if compiled and not by_block:
             allow_many_graphs()
             self.run = torch.compile(self._run, fullgraph=True, dynamic=False)
 

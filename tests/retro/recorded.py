@@ -23,7 +23,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+def record(work: Callable[[], Tensor], memory: object = None) -> tuple[Tensor, Callable[[], object], object]:
     """As `retro.inference.step_graphs.record`."""
     with _Recorder() as recorder:
         result = work()
@@ -39,4 +39,4 @@ def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
             now.update({id(old): new for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True)})
         result.copy_(now[id(result)])
 
-    return result, replay
+    return result, replay, memory

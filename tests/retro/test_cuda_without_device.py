@@ -165,6 +165,9 @@ def test_cached_decoding_runs_on_the_device(name: str) -> None:
         decoder.keep([0, 2])
         for token in range(M):
             logits = decoder.read([np.array([token])] * 2)
+        graphs = decoder.decoder.layers.graphs
+        assert (graphs is None) == (name == "experts")
+        assert graphs is None or (graphs._graphs and not graphs._failed)
         assert logits.device == CUDA
         assert logits.shape == (2, model.settings.vocab_size)
 

@@ -21,9 +21,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records on a CPU. Grows by one with each replay."""
     counted: list[int] = []
 
-    def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        hidden, replay = recorded.record(work)
-        return hidden, lambda: (counted.append(1), replay())
+    def record(work: Callable[[], Tensor], memory: object) -> tuple[Tensor, Callable[[], object], object]:
+        hidden, replay, memory = recorded.record(work, memory)
+        return hidden, lambda: (counted.append(1), replay()), memory
 
     monkeypatch.setattr(step_graphs, "record", record)
     return counted
@@ -67,7 +67,7 @@ def test_a_graph_serves_all_steps_of_its_shape(replays: list[int]) -> None:
 def test_a_graph_that_cannot_be_recorded_is_named_once_and_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(work: Callable[[], Tensor]) -> None:
+    def fail(work: Callable[[], Tensor], memory: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(step_graphs, "record", fail)

@@ -12,7 +12,6 @@ from torch import Tensor
 from retro.batch.inputs import Inputs
 from retro.device import choose_placement
 from retro.model.retro import Retro
-from retro.parallel.distribute import compile_blocks
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
@@ -30,21 +29,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def by_block(model: Retro, settings: ParallelSettings = ALONE) -> WholeModel:
-    """A model compiled as on a GPU."""
-    placement = choose_placement("cpu", "float32")
-    passes = WholeModel(model.train(), Processes(settings, placement.device), placement)
-    compile_blocks(passes.model, fullgraph=True)
-    return passes
-
-
-def passes_of(checkpointing: Any, compiled: bool | str, **model: Any) -> WholeModel:
+def passes_of(checkpointing: Any, compiled: bool, by_block: bool | None = None, **model: Any) -> WholeModel:
     settings = replace(ALONE, activation_checkpointing=checkpointing)
+    return passes_with(build(**model), settings, compiled=compiled, by_block=by_block)
+
+
+def passes_with(model: Retro, settings: ParallelSettings = ALONE, **how: bool | None) -> WholeModel:
     placement = choose_placement("cpu", "float32")
-    if compiled == "by block":
-        return by_block(build(**model), settings)
-    processes = Processes(settings, placement.device)
-    return WholeModel(build(**model).train(), processes, placement, compiled=bool(compiled))
+    return WholeModel(model.train(), Processes(settings, placement.device), placement, **how)  # type: ignore[arg-type]
 
 
 def inputs(k: int = 2, documents: bool = False) -> Inputs:
@@ -70,12 +62,12 @@ def gradients(passes: WholeModel, given: Inputs) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("compiled", ["whole", "by block"])
+@pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str, compiled: str) -> None:
+def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str, by_block: bool) -> None:
     model = {"copy_head.context": True, "copy_head.neighbors": True}
     expected = gradients(passes_of("none", compiled=False, **model), inputs())
-    found = gradients(passes_of(checkpointing, compiled=compiled, **model), inputs())
+    found = gradients(passes_of(checkpointing, compiled=True, by_block=by_block, **model), inputs())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -83,7 +75,7 @@ def graphs_of_a_step(model: Retro) -> int:
     """Compile a model for a batch with neighbors and document boundaries. A graph break would raise."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert gradients(by_block(model), inputs(documents=True))
+    assert gradients(passes_with(model, compiled=True, by_block=True), inputs(documents=True))
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -108,9 +100,7 @@ def test_every_model_is_one_graph_on_a_cpu(scheme: str) -> None:
     small = {"num_layers": 2, "retrieval.cca_layers": () if scheme in READERS else (2,)}
     options = {"experts": EXPERTS, "datastore": {"copy_head.datastore": True}}
     model = build(**small, **options[scheme]) if scheme in options else build(scheme, **small)
-    placement = choose_placement("cpu", "float32")
-    passes = WholeModel(model.train(), Processes(ALONE, placement.device), placement)
-    found = torch._dynamo.explain(passes._run)(inputs(documents=True))
+    found = torch._dynamo.explain(passes_with(model)._run)(inputs(documents=True))
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
