@@ -153,7 +153,6 @@ def test_ray_job_submit_builds_the_same_datastore(cluster, folder: Path, built: 
     assert without_copies(other) == without_copies(built.folder)
 
 
-@pytest.mark.slow
 def test_the_page_shows_what_the_plan_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
