@@ -109,6 +109,13 @@ def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     return np.where(inside(ids, ranges), -1, ids) if len(ranges) else ids
 
 
+def with_range(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
+    """Ranges [n, 2], sorted and disjoint, and one more that is not empty and lies in one of them or in none."""
+    if len(ranges) and inside(np.array(first), ranges):
+        return ranges
+    return np.insert(ranges, np.searchsorted(ranges[:, 0], first), (first, stop), axis=0)
+
+
 def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """Whether each id [...] is in one of the ranges [n, 2], which are sorted and disjoint."""
     if not len(ranges):

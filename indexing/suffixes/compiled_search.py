@@ -42,6 +42,7 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLE
 
 # Python's integers would be constants to the compiler, which compiles a function again for each.
 _ALL_SHARED, _MOST, _NONE, _ONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0), np.int64(1)
+_EVERY_ROW = np.int64(1) << np.int64(48)  # more rows than an order has
 _DOCUMENT_BITS = np.int64(40)
 _DOCUMENT = (np.int64(1) << _DOCUMENT_BITS) - np.int64(1)
 SHARD_COLUMNS, PART_COLUMNS = 5, 8
@@ -181,7 +182,7 @@ def _longest_in(part: int, first: int, stop: int, text: np.ndarray, size: int, f
     if length < LONGEST_SHARED and not followed >> length & 1:
         return length, row
     if length >= LONGEST_SHARED:
-        first, stop = around(part, near, _ALL_SHARED, files)
+        first, stop, _ = around(part, near, _ALL_SHARED, _EVERY_ROW, files)
         first, stop = first + start, stop + start
     low, high = first, stop  # the first row that is not smaller than the text
     while low < high:
@@ -234,26 +235,37 @@ def match_rows(text: np.ndarray, length: int, lengths: np.ndarray, rows: np.ndar
         rows: that share as much.
         files: the files.
     """
-    ranges = np.zeros((len(rows), 2), np.int64)
-    for order in range(len(rows)):
-        if length <= lengths[order]:
-            ranges[order, 0], ranges[order, 1] = _rows_around(text, length, rows[order], order, files)
-    return ranges
+    return _match_rows(text, length, lengths, rows, _EVERY_ROW, files)[0]
 
 
 @compiled
-def _rows_around(text: np.ndarray, size: int, row: int, order: int, files: Files) -> tuple[int, int]:
-    """The rows [first, stop) of the prefixes of an order that end in a text, as one row does."""
+def _match_rows(
+    text: np.ndarray, length: int, lengths: np.ndarray, rows: np.ndarray, most: int, files: Files
+) -> tuple[np.ndarray, int]:
+    """`match_rows`, as exactly as drawing `most` rows needs, and how many rows more there can be, see `around`."""
+    ranges, loose = np.zeros((len(rows), 2), np.int64), 0
+    for order in range(len(rows)):
+        if length <= lengths[order]:
+            ranges[order, 0], ranges[order, 1], more = _rows_around(text, length, rows[order], order, most, files)
+            loose += more
+    return ranges, loose
+
+
+@compiled
+def _rows_around(text: np.ndarray, size: int, row: int, order: int, most: int, files: Files) -> tuple[int, int, int]:
+    """The rows [first, stop) of the prefixes of an order that end in a text, as one row does, and how many more there
+    can be, see `around`."""
     part = _part_of(row, order, files)
     start = _of_part(part, _FIRST_ROW, files)
-    first, stop = around(part, row - start, min(size, LONGEST_SHARED), files)
-    first, stop = first + start, stop + start
     if size > LONGEST_SHARED:
-        first = _first_row(True, text, size, first, row, order, files)
-        return first, _first_row(False, text, size, row, stop, order, files)
+        first, stop, _ = around(part, row - start, _ALL_SHARED, _EVERY_ROW, files)
+        first = _first_row(True, text, size, first + start, row, order, files)
+        return first, _first_row(False, text, size, row, stop + start, order, files), 0
+    first, stop, loose = around(part, row - start, size, most, files)
+    first, stop = first + start, stop + start
     if files.num_parts == 1:
-        return first, stop
-    return _in_all_parts(text, size, first, stop, order, files)
+        return first, stop, loose
+    return _in_all_parts(text, size, first, stop, loose, order, most, files)
 
 
 @compiled
@@ -273,29 +285,42 @@ def _first_row(ends: bool, text: np.ndarray, size: int, low: int, high: int, ord
 
 
 @compiled
-def _in_all_parts(text: np.ndarray, size: int, first: int, stop: int, order: int, files: Files) -> tuple[int, int]:
-    """The rows of all parts around those of one part that end in a text. Such a text is shorter than a head."""
+def _in_all_parts(
+    text: np.ndarray, size: int, first: int, stop: int, loose: int, order: int, most: int, files: Files
+) -> tuple[int, int, int]:
+    """The rows of all parts around those of one part that end in a text. Such a text is shorter than a head, so the
+    head of a row says whether it does."""
     rows = _rows_of(order, files)
     while first > 0:
         part = _part_of(first, order, files)
-        if (
-            _of_part(part, _FIRST_ROW, files) != first
-            or _shared(_position(first - 1, order, files), text, size, files) < size
-        ):
+        if _of_part(part, _FIRST_ROW, files) != first or not _part_ends_in(part - 1, text, size, files):
             break
-        first = (
-            _of_part(part - 1, _FIRST_ROW, files)
-            + around(part - 1, _of_part(part - 1, _NUM_ROWS, files) - 1, size, files)[0]
-        )
+        last = _of_part(part - 1, _NUM_ROWS, files) - 1
+        begin, _, more = around(part - 1, last, size, most, files)
+        first, loose = _of_part(part - 1, _FIRST_ROW, files) + begin, loose + more
     while stop < rows:
         part = _part_of(stop, order, files)
-        if (
-            _of_part(part, _FIRST_ROW, files) != stop
-            or _shared(_position(stop, order, files), text, size, files) < size
-        ):
+        if _of_part(part, _FIRST_ROW, files) != stop or not _head_ends_in(part, _NONE, text, size, files):
             break
-        stop += around(part, _NONE, size, files)[1]
-    return first, stop
+        _, end, more = around(part, _NONE, size, most, files)
+        stop, loose = stop + end, loose + more
+    return first, stop, loose
+
+
+@compiled
+def _part_ends_in(part: int, text: np.ndarray, size: int, files: Files) -> bool:
+    """Whether the last row of a part ends in a text that the row behind it ends in."""
+    if _head_ends_in(part, _of_part(part, _NUM_HEADS, files) - 1, text, size, files):
+        return True  # all rows behind this one do
+    return _shared(_position_in(part, _of_part(part, _NUM_ROWS, files) - 1, files), text, size, files) == size
+
+
+@compiled
+def _head_ends_in(part: int, number: int, text: np.ndarray, size: int, files: Files) -> bool:
+    """Whether the row of a stored head ends in a text that is not longer than a head."""
+    stored = _uint64(_of_part(part, _HEADS, files))[number]
+    unread = np.uint64((files.head_tokens - size) * (64 // files.head_tokens))
+    return (stored ^ _head(text, size, files)) >> unread == 0
 
 
 # --- occurrences of many texts --------------------------------------------------------------------------------------
@@ -337,7 +362,7 @@ def find_occurrences(
                 following[order, number] = _following_row(row, order, _ONE, files)
             for level in range(len(LENGTHS)):
                 if LENGTHS[level] <= lengths[order]:
-                    first, stop = _rows_around(text, LENGTHS[level], rows[order], order, files)
+                    first, stop, _ = _rows_around(text, LENGTHS[level], rows[order], order, _EVERY_ROW, files)
                     bounds[order, level, 0, number], bounds[order, level, 1, number] = first, stop
 
 
@@ -364,16 +389,21 @@ def find_votes(texts: np.ndarray, sizes: np.ndarray, deleted: np.ndarray, files:
         for level in range(len(LENGTHS) - 1, -1, -1):
             if LENGTHS[level] > length:
                 continue
-            ranges = match_rows(text, LENGTHS[level], of_order, rows, files)
-            if not _same(ranges, longer):  # otherwise the votes are those of the longer match
-                occurrences, orders, drawn, step = some_ends(ranges, _MOST, deleted, files)
-                following, counted = np.empty(len(drawn), np.int32), 0
-                for at in range(len(drawn)):
-                    token = _following_row(drawn[at], orders[at], step, files)
-                    if token >= 0:
-                        counted = _insert(following, counted, token)
+            # Long ranges are drawn from without their ends, unless that decides the step or the stored number.
+            most = _EVERY_ROW if len(deleted) else _MOST
+            while True:
+                ranges, loose = _match_rows(text, LENGTHS[level], of_order, rows, most, files)
+                if _same(ranges, longer):
+                    break  # the votes are those of the longer match
+                occurrences, following, counted, drawn, step = _drawn(ranges, deleted, files)
+                least = occurrences * counted // max(1, drawn)
+                largest = (occurrences + loose) * counted // max(1, drawn)
+                if loose and (_size_code(least) != _size_code(largest) or step != _stride(occurrences + loose, _MOST)):
+                    most = _EVERY_ROW
+                    continue
                 numbers[:] = 0
-                elect(following, counted, occurrences * counted // max(1, len(drawn)), candidates, numbers)
+                elect(following, counted, least, candidates, numbers)
+                break
             for at in range(1 + KEPT):
                 votes[number, (1 + level) * (1 + KEPT) + at] = numbers[at]
             any_votes, longer = any_votes or numbers[0] > 0, ranges
@@ -384,6 +414,23 @@ def find_votes(texts: np.ndarray, sizes: np.ndarray, deleted: np.ndarray, files:
         else:
             votes[number] = 0
     return votes
+
+
+@compiled
+def _drawn(ranges: np.ndarray, deleted: np.ndarray, files: Files) -> tuple[int, np.ndarray, int, int, int]:
+    """Draw at most 32 of the rows in some ranges, outside of deleted ranges of chunks.
+
+    Returns:
+        how many such rows there are; the tokens that follow the drawn ones, in order of ids, and how many of these
+        there are; how many rows were drawn; and the step of their level.
+    """
+    occurrences, orders, rows, step = some_ends(ranges, _MOST, deleted, files)
+    following, counted = np.empty(len(rows), np.int32), 0
+    for at in range(len(rows)):
+        token = _following_row(rows[at], orders[at], step, files)
+        if token >= 0:
+            counted = _insert(following, counted, token)
+    return occurrences, following, counted, len(rows), step
 
 
 @compiled
@@ -557,14 +604,21 @@ def elect(found: np.ndarray, counted: int, total: int, candidates: np.ndarray, n
             break
         candidates[filled] = best
         filled += 1
-    while total > 0 and numbers[0] < LARGEST_SIZE:  # 1 + log2, rounded down, and 0 for 0
-        numbers[0] += 1
-        total >>= 1
+    numbers[0] = _size_code(total)
     for place in range(filled):
         votes = 0
         for at in range(counted):
             votes += found[at] == candidates[place]
         numbers[1 + place] = SHARES * votes // max(1, counted)
+
+
+@compiled
+def _size_code(total: int) -> int:
+    """A number of votes as it is stored: 1 + log2, rounded down, and 0 for 0."""
+    code = 0
+    while total > 0 and code < LARGEST_SIZE:
+        code, total = code + 1, total >> 1
+    return code
 
 
 # --- occurrences --------------------------------------------------------------------------------------------------
@@ -708,43 +762,107 @@ def next_tokens(position: int, most: int, files: Files) -> np.ndarray:
 
 
 @compiled
-def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
-    """The rows [first, stop) of a part that share their last tokens, `size` of them and at most 31, with a row, all
-    counted from its first one.
+def around(part: int, row: int, size: int, most: int, files: Files) -> tuple[int, int, int]:
+    """The rows of a part that share their last tokens, `size` of them and at most 31, with a row, all counted from its
+    first one. A range from which rows are only drawn is long enough without its ends, so these are not read.
 
-    A row of a higher level has the fewest tokens that are shared from its predecessor there on.
+    A row of a higher level has the fewest tokens that are shared from its predecessor there on. From the row, levels
+    are climbed until the next row is outside; then the ends are searched downwards.
+
+    Args:
+        part: the part.
+        row: of it.
+        size: number of tokens.
+        most: rows that are drawn; `_EVERY_ROW`: the range is exact.
+        files: the files.
+
+    Returns:
+        rows [first, stop), and how many more the range can have. All rows of the level that is drawn from
+        (`rows.stride`) are on their side of both ends.
     """
-    table, starts = _table(part, files), _level_starts(_of_part(part, _NUM_ROWS, files))
-    shared, levels, level, first, stop = table[:, -1], len(starts) - 1, 0, row, row + 1
-    while True:  # back to the last row that shares fewer tokens with the one before
-        while (
-            level + 1 < levels
+    starts, num_rows = _level_starts(_of_part(part, _NUM_ROWS, files)), _of_part(part, _NUM_ROWS, files)
+    below, first = _climb_back(part, row, size, starts, files)  # levels, and rows of them
+    above, stop = _climb_on(part, row + 1, size, starts, files)
+    while True:
+        begin, end = first * FAN_OUT**below, (stop - 1) * FAN_OUT**above + 1
+        step = _stride(end - begin, most)
+        if FAN_OUT**below > step:
+            below, first = below - 1, _back(part, first * FAN_OUT, below - 1, size, starts, files)
+        elif FAN_OUT**above > step or (
+            above > 0 and stop * FAN_OUT**above >= num_rows
+        ):  # it may go on in the next part
+            above, stop = above - 1, _on(part, (stop - 1) * FAN_OUT + 1, above - 1, size, starts, files)
+        else:
+            return begin, end, FAN_OUT**below + FAN_OUT**above - 2
+
+
+@compiled
+def _climb_back(part: int, first: int, size: int, starts: np.ndarray, files: Files) -> tuple[int, int]:
+    """Go back from a row to a row of a level before which the next row of that level is outside, as high as possible:
+    the level, and the row there."""
+    level = 0
+    while True:
+        if (
+            level + 2 < len(starts)
             and first % FAN_OUT == 0
-            and shared[starts[level + 1] + first // FAN_OUT] >> TOKEN_BITS >= size
+            and _shares(part, level + 1, first // FAN_OUT, size, starts, files)
         ):
             level, first = level + 1, first // FAN_OUT
-        if shared[starts[level] + first] >> TOKEN_BITS >= size:
-            if first == 0:  # no row is before the first one
-                _int64(files.damaged)[0] = part
-                raise DamagedRows
-            first -= 1
-        elif level:
-            level, first = level - 1, first * FAN_OUT
+        elif _shares(part, level, first, size, starts, files):
+            first = _before(part, first, files)
         else:
-            break
-    while True:  # forward to the first such row
-        while level + 1 < levels and (stop - 1) % FAN_OUT == 0:
-            above = starts[level + 1] + (stop - 1) // FAN_OUT + 1
-            if above >= starts[level + 2] or shared[above] >> TOKEN_BITS < size:
-                break
-            level, stop = level + 1, (stop - 1) // FAN_OUT + 1
-        if starts[level] + stop < starts[level + 1] and shared[starts[level] + stop] >> TOKEN_BITS >= size:
+            return level, first
+
+
+@compiled
+def _climb_on(part: int, stop: int, size: int, starts: np.ndarray, files: Files) -> tuple[int, int]:
+    """The same forward, from the row before `stop`: the level, and the row behind the last one of that level that is
+    inside."""
+    level = 0
+    while True:
+        higher = (stop - 1) // FAN_OUT + 1
+        if (
+            level + 2 < len(starts)
+            and (stop - 1) % FAN_OUT == 0
+            and _shares(part, level + 1, higher, size, starts, files)
+        ):
+            level, stop = level + 1, higher
+        elif _shares(part, level, stop, size, starts, files):
             stop += 1
-        elif level:
-            level, stop = level - 1, (stop - 1) * FAN_OUT + 1
         else:
-            break
-    return first, stop
+            return level, stop
+
+
+@compiled
+def _back(part: int, first: int, level: int, size: int, starts: np.ndarray, files: Files) -> int:
+    """The first row of a level that is inside, from one that is."""
+    while _shares(part, level, first, size, starts, files):
+        first = _before(part, first, files)
+    return first
+
+
+@compiled
+def _on(part: int, stop: int, level: int, size: int, starts: np.ndarray, files: Files) -> int:
+    """The row behind the last row of a level that is inside, from one that is behind such a row."""
+    while _shares(part, level, stop, size, starts, files):
+        stop += 1
+    return stop
+
+
+@compiled
+def _shares(part: int, level: int, row: int, size: int, starts: np.ndarray, files: Files) -> bool:
+    """Whether a row of a level shares so many tokens with the one before; False behind the last row."""
+    at = starts[level] + row
+    return at < starts[level + 1] and _table(part, files)[at, -1] >> TOKEN_BITS >= size
+
+
+@compiled
+def _before(part: int, row: int, files: Files) -> int:
+    """The row before a row that shares tokens with one before it."""
+    if row == 0:
+        _int64(files.damaged)[0] = part
+        raise DamagedRows
+    return row - 1
 
 
 @compiled

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from indexing.store.datastore import Datastore, Split
-from indexing.store.deletions import inside
+from indexing.store.deletions import inside, with_range
 from indexing.suffixes.order import LONGEST, Prefixes, blocks, stored_orders
 from indexing.suffixes.order_build import write_chosen
 from indexing.suffixes.rows import spread
@@ -207,7 +207,7 @@ class SuffixIndex:
         tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
         return tokens, counts
 
-    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+    def votes(self, text: np.ndarray, first: int = 0, own: tuple[int, int] | None = None) -> np.ndarray:
         """The tokens that follow the matches of the text up to each token, by their length, from the token `first` on.
 
         The same as the stored votes of a held-out document, if no document was deleted. If there are several orders, or
@@ -217,6 +217,7 @@ class SuffixIndex:
         Args:
             text: [t] token ids of one document, from its beginning or later.
             first: index of the first token with votes.
+            own: of a training document, its chunks [first, stop), which do not vote.
 
         Returns:
             [t - first, 32] int64, as `votes.as_columns`.
@@ -231,7 +232,7 @@ class SuffixIndex:
         sizes = np.minimum(np.arange(first, len(text)) + 1, LONGEST)
         # The windows overlap in memory, so only those of a block are copied.
         for some in blocks(len(votes), _TOGETHER):
-            votes[some] = self._votes(np.ascontiguousarray(windows[some]), sizes[some])
+            votes[some] = self._votes(np.ascontiguousarray(windows[some]), sizes[some], own)
         return votes
 
     def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -241,10 +242,11 @@ class SuffixIndex:
             windows[row, : len(text)], sizes[row] = text, len(text)
         return self._votes(windows, sizes)
 
-    def _votes(self, texts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def _votes(self, texts: np.ndarray, sizes: np.ndarray, own: tuple[int, int] | None = None) -> np.ndarray:
         """The votes for the tokens after texts: the last 64 tokens [N, 64], backwards, at least one, and how many [N] →
-        [N, 32] int64."""
-        return within_limit(self._files.call(self._loops.find_votes, texts, sizes, self.split.deleted), self.split)
+        [N, 32] int64. Chunks of `own` do not vote."""
+        silent = self.split.deleted if own is None else with_range(self.split.deleted, *own)
+        return within_limit(self._files.call(self._loops.find_votes, texts, sizes, silent), self.split)
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its

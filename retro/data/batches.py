@@ -20,7 +20,8 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, within_limit
+from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, stores_votes, within_limit
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
 from retro.data.live_votes import live_votes
@@ -176,15 +177,23 @@ class TrainingData:
         settings: sequence length, neighbors, weights, seed.
         retrieval: whether neighbors are read; a baseline needs none.
         votes: whether the datastore's votes for each token are read (`model.copy_head.datastore`).
+        search: search votes that are not stored, for a few batches; a run reads its text several times.
 
     Raises:
         InputError: the datastores do not fit together, lack neighbors or are empty.
     """
 
     def __init__(
-        self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool, votes: bool = False
+        self,
+        folders: Sequence[Path],
+        settings: DataSettings,
+        *,
+        retrieval: bool,
+        votes: bool = False,
+        search: bool = False,
     ) -> None:
-        self._arguments = (partial(TrainingData, retrieval=retrieval, votes=votes), (tuple(folders), settings))
+        made = partial(TrainingData, retrieval=retrieval, votes=votes, search=search)
+        self._arguments = (made, (tuple(folders), settings))
         self.datastores = [Datastore.open(folder, settings.reading) for folder in folders]
         use = settings.neighbor_use
         self.use = replace(use if retrieval else NeighborUse(0, max_overlap=use.max_overlap), votes=votes)
@@ -196,7 +205,10 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
+        self._prefixes = list[SuffixIndex | None]()
         for datastore in self.datastores:
+            stored = not votes or _has_votes(datastore, search)
+            self._prefixes.append(None if stored else SuffixIndex.open(datastore.folder))
             _check_datastore(datastore, first, self.use)
         # A baseline reads no neighbors, so it needs no other datastores.
         self.retrieval = [
@@ -259,10 +271,10 @@ class TrainingData:
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
         for index in sorted({chosen for chosen, _, _ in located}):
-            retrieval = self.retrieval[index]
+            retrieval, use = self.retrieval[index], replace(self.use, live=self._prefixes[index])
             rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == index])
             epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
-            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, self.use, epochs))
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use, epochs))
         batch = join(parts, np.concatenate(rows))
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)
         return batch
@@ -288,11 +300,17 @@ class TrainingData:
         }
 
 
+def _has_votes(datastore: Datastore, search: bool) -> bool:
+    """Whether votes are stored. Raises InputError if they must be, or cannot be searched."""
+    if search:
+        return stores_votes(datastore)
+    require_votes(datastore)
+    return True
+
+
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
-    if use.votes:
-        require_votes(datastore)
     if use.k and use.materialized and not datastore.has("materialize"):
         raise InputError(
             f"data.materialized: {datastore.folder} has no materialized neighbors. Make them: set neighbors.materialized "

@@ -1,4 +1,4 @@
-"""Votes of held-out text, searched in the sorted prefixes: a datastore without the stage `votes` has none stored."""
+"""Votes of text, searched in the sorted prefixes: a datastore without the stage `votes` has none stored."""
 
 from itertools import pairwise
 
@@ -12,11 +12,15 @@ from indexing.suffixes.votes import COLUMNS
 
 
 def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
-    """Search the votes for the tokens of chunks, which the stage `votes` would store, on all cores.
+    """Search the votes for the tokens of chunks, on all cores: of held-out documents those that the stage `votes` would
+    store.
+
+    A document does not vote for itself. Of training documents the votes can be those of other occurrences than the
+    stored ones: these are drawn from all, and those of the own document left out.
 
     Args:
         index: the sorted prefixes of training documents.
-        split: a held-out split. Its documents are not searched, so none votes for itself.
+        split: a split of the same datastore.
         ids: [n] int64 chunk ids of the split.
 
     Returns:
@@ -24,7 +28,8 @@ def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
     """
     m = split.chunk_length
     votes = np.zeros((len(ids), m, COLUMNS), dtype=np.int64)
-    _, begins, _ = split.documents_of(ids)
+    _, begins, ends = split.documents_of(ids)
+    is_searched = split.name == index.split.name
     is_first = (np.diff(ids, prepend=-2) != 1) | (np.diff(begins, prepend=-1) != 0)
 
     def fill(run: tuple[int, int]) -> None:
@@ -33,7 +38,8 @@ def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
         last = int(ids[stop - 1]) + 1
         is_text = np.arange(m) < split.lengths.read(first, last)[:, None]
         before, text = int(ids[start]) - first, split.tokens.read(first, last)[is_text]
-        votes[start:stop][is_text[before:]] = index.votes(text, int(is_text[:before].sum()))
+        own = (int(begins[start]), int(ends[start])) if is_searched else None
+        votes[start:stop][is_text[before:]] = index.votes(text, int(is_text[:before].sum()), own)
 
     for_each(fill, [*pairwise([*np.flatnonzero(is_first).tolist(), len(ids)])])
     return votes

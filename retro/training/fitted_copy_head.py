@@ -28,7 +28,6 @@ from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.order import FOLDER as SUFFIXES
-from indexing.suffixes.votes import stores_votes
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL, TokenLosses
 from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying, write_fitted
@@ -87,8 +86,7 @@ def add_retrieval(
 ) -> CopyFit:
     """Write a model that copies from a datastore, and OFF equals the checkpoint unless `context` is added, as one file.
 
-    Fitting reads the votes of training text. If the datastore has `suffixes` and no `votes`, which generation and
-    scoring do not need, the networks stay as they were fitted to other text.
+    Fitting reads the votes of training text, or searches them if the datastore has `suffixes` and no `votes`.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
@@ -118,7 +116,6 @@ def add_retrieval(
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
-    can_fit = not settings.copy_head.datastore or stores_votes(datastore)
     if settings.retrieves:
         datastore.require("neighbors")
         if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
@@ -127,14 +124,8 @@ def add_retrieval(
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
-    fit = CopyFit()
-    if can_fit:
-        batches = _training_batches(data, settings, num_tokens, placement)
-        fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
-    else:
-        log.warning(
-            "copying is not fitted to %s, which has no stage 'votes': the networks are those of other text", folder
-        )
+    batches = _training_batches(data, settings, num_tokens, placement)
+    fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     if checkpoint.of_transformers:
         assert model.copy_head is not None
         figures = {"tokens": fit.num_tokens, "loss_off": fit.off, "loss_before": fit.before, "loss_after": fit.after}
@@ -153,7 +144,7 @@ def _training_batches(
     span = max(m, min(SPAN, data.sequence_length) // m * m)
     votes = bool(settings.copy_head.datastore)
     spans = replace(data, sequence_length=span)
-    source = TrainingData(data.datastores, spans, retrieval=settings.retrieves, votes=votes)
+    source = TrainingData(data.datastores, spans, retrieval=settings.retrieves, votes=votes, search=True)
     return read_batches(source, -(-num_tokens // span), placement)
 
 

@@ -92,7 +92,7 @@ class AddRetrievalOptions:
     sources: tuple[SourceName, ...] = ()
     """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `suffixes`), and the own `context`, which
     is copied from with retrieval OFF too, as far as a text earns trust in it. Empty: neighbors and the whole datastore,
-    of both those whose stage is finished. Without the stage `votes` nothing is fitted."""
+    of both those whose stage is finished."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False

@@ -46,8 +46,8 @@ class Rows:
         self._part[2] = self._rows.ctypes.data
         self.files = self.files._replace(vocabulary=1000)
 
-    def around(self, row: int, size: int) -> tuple[int, int]:
-        return compiled_search.around(0, row, size, self.files)
+    def around(self, row: int, size: int, most: int = 1 << 48) -> tuple[int, int, int]:
+        return compiled_search.around(0, row, size, most, self.files)
 
     def deepest(self, first: int, stop: int, text: np.ndarray) -> tuple[int, int]:
         return compiled_search.deepest(0, first, stop, text, len(text), self.files)
@@ -79,7 +79,26 @@ def test_the_rows_around_a_row_are_all_that_share_its_last_tokens(written: tuple
         length = min(int((window[row] > 0).sum()), LONGEST_SHARED)
         shared = shared_tokens(window, window[row])
         for size in {1, 2, 3, 5, 12, length} & {*range(length + 1)}:
-            assert np.flatnonzero(shared >= size).tolist() == [*range(*rows.around(row, size))]
+            assert np.flatnonzero(shared >= size).tolist() == [*range(*rows.around(row, size)[:2])]
+
+
+@pytest.mark.parametrize("most", [1, 2, 32])
+def test_a_range_that_is_drawn_from_has_the_same_rows_of_that_level(
+    most: int, written: tuple[np.ndarray, Rows]
+) -> None:
+    """Its ends are not read, so it can have a few rows less."""
+    window, rows = written
+    for row in np.linspace(0, len(window) - 1, 60).astype(int).tolist():
+        for size in {1, 2, 3, 5} & {*range(1 + int((window[row] > 0).sum()))}:
+            first, stop, nothing = rows.around(row, size)
+            begin, end, loose = rows.around(row, size, most)
+            step = stride(end - begin, most)
+            assert [at for at in range(first, stop) if at % step == 0] == [
+                at for at in range(begin, end) if at % step == 0
+            ]
+            assert first <= begin <= row < end <= stop <= first + end - begin + loose
+            assert nothing == 0
+            assert (end == len(window)) == (stop == len(window))
 
 
 def test_what_follows_is_read_at_every_step_also_in_a_part_of_fewer_levels(written: tuple[np.ndarray, Rows]) -> None:

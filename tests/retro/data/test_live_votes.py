@@ -1,10 +1,13 @@
 """Votes that are searched for chunks do not depend on which chunks are searched together, or on the number of threads."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import COLUMNS
 from retro.data.live_votes import live_votes
@@ -25,3 +28,22 @@ def test_live_votes_of_chunks_are_those_of_their_documents(voting_datastore: Dat
             np.testing.assert_array_equal(live_votes(index, split, ids), whole[ids])
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_training_document_has_the_votes_that_it_has_once_it_is_deleted(
+    voting_datastore: Datastore, tmp_path: Path
+) -> None:
+    """So it does not vote for itself."""
+    folder = tmp_path / "datastore"
+    shutil.copytree(voting_datastore.folder, folder)
+    split, index = voting_datastore.train, SuffixIndex.open(voting_datastore.folder)
+    for document in (0, split.num_documents // 2, split.num_documents - 1):
+        first, stop = split.chunk_range(document)
+        is_text = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
+        found = live_votes(index, split, np.arange(first, stop))
+        delete_documents(folder, [split.metadata([document])[0]["id"]])
+        left = SuffixIndex.open(folder).votes(split.tokens.read(first, stop)[is_text])
+        shutil.rmtree(folder)
+        shutil.copytree(voting_datastore.folder, folder)
+        np.testing.assert_array_equal(found[is_text], left)
+        assert (found[is_text] != index.votes(split.tokens.read(first, stop)[is_text])).any()

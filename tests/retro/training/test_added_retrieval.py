@@ -194,14 +194,19 @@ def test_a_datastore_with_votes_adds_both_sources_of_retrieval(
         added(then, voting_datastore.folder, tmp_path / "no.safetensors")
 
 
-def test_without_votes_of_training_text_the_networks_of_other_text_copy(
-    config: Config, voting_datastore: Datastore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_without_stored_votes_the_networks_are_fitted_to_votes_that_are_searched(
+    config: Config, voting_datastore: Datastore, tmp_path: Path
 ) -> None:
     folder = without_stages(voting_datastore, tmp_path / "datastore", "votes").folder
     base = trained(config, "without votes", BASES["plain"])
+    _, stored = added(base, voting_datastore.folder, tmp_path / "stored.safetensors", names=["datastore"])
     found, fit = added(base, folder, tmp_path / "added.safetensors")
-    assert (found.model.copy_head.neighbors, found.model.copy_head.datastore, fit.num_tokens) == (True, True, 0)
-    assert "no stage 'votes'" in caplog.text
+    assert (found.model.copy_head.neighbors, found.model.copy_head.datastore) == (True, True)
+    _, searched = added(base, folder, tmp_path / "searched.safetensors", names=["datastore"])
+    assert abs(searched.num_tokens - stored.num_tokens) < 0.02 * stored.num_tokens
+    assert searched.off == pytest.approx(stored.off, rel=0.02)
+    assert searched.after == pytest.approx(stored.after, rel=0.02)
+    assert fit.after < searched.after < searched.before < searched.off
     text = Datastore.open(folder).train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
     model = LanguageModel.open(found.path)
     assert model.score([text], k=2)[0].sum() > model.score([text])[0].sum()
