@@ -7,8 +7,8 @@
           └─ other files ─ a datastore (`chunk`, `suffixes`) ─ nested parts ──┴─► OFF, ON with each part
     ─► FOLDER/results.json, gain.svg, gain-dark.svg: change by size, by longest match, a line in log10 of the tokens
 
-The model copies from the whole datastore, not from its own context or neighbors, unless it was fitted to its own
-context too. A part holds the documents whose hash of the path is below a fraction, so a larger one contains a smaller
+The model copies from the whole datastore, and from its own context if it was fitted to it. With `--k`, a model that was
+fitted to neighbors copies from those too, found in the sorted prefixes of the same part. A part holds the documents whose hash of the path is below a fraction, so a larger one contains a smaller
 one. Intervals are of a bootstrap over windows.
 
 The same command resumes: the datastore, the windows and the scores of each window are kept in FOLDER. `--minutes` stops
@@ -72,7 +72,7 @@ NAMED = 10
 
 def described(options: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     """The options that decide the results."""
-    names = ("tokens", "folders", "held_out", "fractions", "seed", "suffixes", "exclude", "precision")
+    names = ("tokens", "folders", "held_out", "fractions", "seed", "suffixes", "exclude", "precision", "k")
     paths = {"corpus": str(options.tree.resolve()), "datastore": str(options.datastore and options.datastore.resolve())}
     return {name: getattr(options, name) for name in names} | paths | {"model": checkpoint.fingerprint}
 
@@ -172,7 +172,7 @@ def score(
         try:
             indexes = open_parts(whole, parts, work, say_part)
             for number in limit.each(todo, "window"):
-                score_window(model, head, windows[number], indexes, place).write(files[number])
+                score_window(model, head, windows[number], indexes, place, options.k).write(files[number])
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return {number: WindowScores.read(file) for number, file in files.items() if file.exists()}
@@ -256,6 +256,7 @@ def main() -> None:
         "--datastore", type=Path, help="use this one, made of the same text without the held-out folders"
     )
     parser.add_argument("--precision", default="auto", help="auto, float32, bfloat16")
+    parser.add_argument("--k", type=int, default=0, help="neighbors of each chunk")
     add_minutes(parser, MINUTES)
     options = parser.parse_args()
     try:

@@ -2,7 +2,7 @@
 
 texts, token ids, vectors ──► chunks (ChunkSearch) ──► ids and scores ──► lookup ──► hits with text and document
 question ──► passages ──► consecutive chunks around the best hits, within a budget of tokens
-full chunks ──► neighbors (LiveNeighbors) ──► ids, or tokens with continuations
+full chunks ──► neighbors (LiveNeighbors; without embeddings PrefixNeighbors) ──► ids, or tokens with continuations
 
 A retriever is read-only, so several threads can search at once.
 """
@@ -20,11 +20,13 @@ from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.live_neighbors import LiveNeighbors
 from indexing.retrieval.lookup import Lookup
 from indexing.retrieval.passages import find_passages
+from indexing.retrieval.prefix_neighbors import PrefixNeighbors, has_prefixes_only
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
 from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES, Passage, Results
 from indexing.retrieval.search import ChunkSearch
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet, check_searchable
+from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
 
 
@@ -144,10 +146,23 @@ class Retriever:
         """The search by queries, for ids and scores without text."""
         return ChunkSearch(self.tokenizer, self.filters, self.dense, self.retrieval)
 
+    @property
+    def finds_neighbors(self) -> bool:
+        """Whether neighbors of new chunks can be searched."""
+        return self.dense is not None or has_prefixes_only(self.datastore)
+
+    def require_neighbors(self) -> None:
+        """Raise InputError, which names the stage, unless neighbors of new chunks can be searched. Callers that load a
+        model check this first."""
+        if not self.finds_neighbors:
+            self.chunks.require("dense")
+
     @cached_property
-    def neighbors(self) -> LiveNeighbors:
-        """The search of neighbors for new chunks, by the rules of the stored neighbors; InputError if the stage `add`
-        is not finished."""
+    def neighbors(self) -> LiveNeighbors | PrefixNeighbors:
+        """The search of neighbors for new chunks, by the rules of the stored neighbors; without embeddings, in the
+        sorted prefixes of the first datastore. InputError if neither the stage `add` nor `suffixes` is finished."""
+        if self.dense is None and self.finds_neighbors:
+            return PrefixNeighbors(SuffixIndex(self.datastore.train))
         return LiveNeighbors.open(self.datastore, self.embedder, self.indexes, self.retrieval)
 
     @cached_property

@@ -89,7 +89,7 @@ class SuffixIndex:
     """
 
     def __init__(self, split: Split) -> None:
-        self.split, self._texts = split, Texts(split)
+        self.split, self._texts, self._own = split, Texts(split), (0, 0)
         self._search([Prefixes(self._texts, parts) for _, parts in stored_orders(split)])
 
     def _search(self, orders: Sequence[Prefixes]) -> None:
@@ -117,6 +117,18 @@ class SuffixIndex:
         )
         return part
 
+    def without(self, first: int, stop: int) -> "SuffixIndex":
+        """The index as if a document was deleted, of which these are the chunks [first, stop)."""
+        part = copy.copy(self)
+        part._own = (first, stop)
+        return part
+
+    @property
+    def _left_out(self) -> np.ndarray:
+        """The ranges of chunks in which nothing occurs, [n, 2], sorted and disjoint."""
+        first, stop = self._own
+        return with_range(self.split.deleted, first, stop) if first < stop else self.split.deleted
+
     @property
     def everything(self) -> Match:
         """The match of an empty text, which ends at every token."""
@@ -135,7 +147,7 @@ class SuffixIndex:
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
-        ending, deleted = _backwards(text), self.split.deleted
+        ending, deleted = _backwards(text), self._left_out
         if not len(ending):
             return Match(0, ())
         length, *found = self._files.call(self._loops.find_match, ending, len(ending), deleted)
@@ -176,7 +188,7 @@ class SuffixIndex:
 
     def count(self, match: Match) -> int:
         """How often a match occurs outside of deleted documents."""
-        if match.ends is None and not len(self.split.deleted):
+        if match.ends is None and not len(self._left_out):
             return match.count
         return self._ends_of(match).occurrences
 
@@ -207,7 +219,7 @@ class SuffixIndex:
         tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
         return tokens, counts
 
-    def votes(self, text: np.ndarray, first: int = 0, own: tuple[int, int] | None = None) -> np.ndarray:
+    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the matches of the text up to each token, by their length, from the token `first` on.
 
         The same as the stored votes of a held-out document, if no document was deleted. If there are several orders, or
@@ -217,7 +229,6 @@ class SuffixIndex:
         Args:
             text: [t] token ids of one document, from its beginning or later.
             first: index of the first token with votes.
-            own: of a training document, its chunks [first, stop), which do not vote.
 
         Returns:
             [t - first, 32] int64, as `votes.as_columns`.
@@ -232,7 +243,7 @@ class SuffixIndex:
         sizes = np.minimum(np.arange(first, len(text)) + 1, LONGEST)
         # The windows overlap in memory, so only those of a block are copied.
         for some in blocks(len(votes), _TOGETHER):
-            votes[some] = self._votes(np.ascontiguousarray(windows[some]), sizes[some], own)
+            votes[some] = self._votes(np.ascontiguousarray(windows[some]), sizes[some])
         return votes
 
     def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -242,11 +253,10 @@ class SuffixIndex:
             windows[row, : len(text)], sizes[row] = text, len(text)
         return self._votes(windows, sizes)
 
-    def _votes(self, texts: np.ndarray, sizes: np.ndarray, own: tuple[int, int] | None = None) -> np.ndarray:
+    def _votes(self, texts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """The votes for the tokens after texts: the last 64 tokens [N, 64], backwards, at least one, and how many [N] →
-        [N, 32] int64. Chunks of `own` do not vote."""
-        silent = self.split.deleted if own is None else with_range(self.split.deleted, *own)
-        return within_limit(self._files.call(self._loops.find_votes, texts, sizes, silent), self.split)
+        [N, 32] int64."""
+        return within_limit(self._files.call(self._loops.find_votes, texts, sizes, self._left_out), self.split)
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its
@@ -282,7 +292,7 @@ class SuffixIndex:
     def _ends_of(self, match: Match, most: int = _ALL) -> _Ends:
         """Where a match ends outside of deleted documents: at most `most` places, spread evenly. If there are more and
         some are deleted, their number is estimated."""
-        files, loops, deleted = self._files, self._loops, self.split.deleted
+        files, loops, deleted = self._files, self._loops, self._left_out
         if match.ends is None:
             ranges = np.array(match.ranges or [(0, 0)] * len(files.orders), np.int64)
             occurrences, *places, step = files.call(loops.some_ends, ranges, most, deleted)

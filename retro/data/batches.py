@@ -20,12 +20,11 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, stores_votes, within_limit
+from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, within_limit
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
 from retro.data.live_votes import live_votes
-from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
+from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors, searching
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
 
@@ -177,7 +176,7 @@ class TrainingData:
         settings: sequence length, neighbors, weights, seed.
         retrieval: whether neighbors are read; a baseline needs none.
         votes: whether the datastore's votes for each token are read (`model.copy_head.datastore`).
-        search: search votes that are not stored, for a few batches; a run reads its text several times.
+        search: search votes and neighbors that are not stored, for a few batches; a run reads its text several times.
 
     Raises:
         InputError: the datastores do not fit together, lack neighbors or are empty.
@@ -205,11 +204,9 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
-        self._prefixes = list[SuffixIndex | None]()
-        for datastore in self.datastores:
-            stored = not votes or _has_votes(datastore, search)
-            self._prefixes.append(None if stored else SuffixIndex.open(datastore.folder))
-            _check_datastore(datastore, first, self.use)
+        self._uses = [searching(datastore, self.use) if search else self.use for datastore in self.datastores]
+        for datastore, of_datastore in zip(self.datastores, self._uses, strict=True):
+            _check_datastore(datastore, first, of_datastore)
         # A baseline reads no neighbors, so it needs no other datastores.
         self.retrieval = [
             RetrievalSet.of(datastore) if self.use.k else RetrievalSet((datastore.train,))
@@ -271,10 +268,10 @@ class TrainingData:
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
         for index in sorted({chosen for chosen, _, _ in located}):
-            retrieval, use = self.retrieval[index], replace(self.use, live=self._prefixes[index])
+            retrieval = self.retrieval[index]
             rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == index])
             epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
-            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, use, epochs))
+            parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, self._uses[index], epochs))
         batch = join(parts, np.concatenate(rows))
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)
         return batch
@@ -300,17 +297,11 @@ class TrainingData:
         }
 
 
-def _has_votes(datastore: Datastore, search: bool) -> bool:
-    """Whether votes are stored. Raises InputError if they must be, or cannot be searched."""
-    if search:
-        return stores_votes(datastore)
-    require_votes(datastore)
-    return True
-
-
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
-    stored = use.k and use.source == "nearest"
+    stored = use.k and use.source == "nearest" and use.searched is None
     datastore.require("neighbors" if stored else "chunk")
+    if use.votes and use.live is None:
+        require_votes(datastore)
     if use.k and use.materialized and not datastore.has("materialize"):
         raise InputError(
             f"data.materialized: {datastore.folder} has no materialized neighbors. Make them: set neighbors.materialized "

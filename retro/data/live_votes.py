@@ -38,8 +38,8 @@ def live_votes(index: SuffixIndex, split: Split, ids: np.ndarray) -> np.ndarray:
         last = int(ids[stop - 1]) + 1
         is_text = np.arange(m) < split.lengths.read(first, last)[:, None]
         before, text = int(ids[start]) - first, split.tokens.read(first, last)[is_text]
-        own = (int(begins[start]), int(ends[start])) if is_searched else None
-        votes[start:stop][is_text[before:]] = index.votes(text, int(is_text[:before].sum()), own)
+        others = index.without(int(begins[start]), int(ends[start])) if is_searched else index
+        votes[start:stop][is_text[before:]] = others.votes(text, int(is_text[:before].sum()))
 
     for_each(fill, [*pairwise([*np.flatnonzero(is_first).tolist(), len(ids)])])
     return votes

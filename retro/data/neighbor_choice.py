@@ -7,16 +7,18 @@ other sequences of the batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
+from indexing.retrieval.prefix_neighbors import PrefixNeighbors, has_prefixes_only
 from indexing.similarity.overlap import overlap
 from indexing.splitmix64 import mix
-from indexing.store.datastore import Split
+from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import stores_votes
 
 NeighborSource = Literal["nearest", "random"]
 
@@ -38,6 +40,7 @@ class NeighborUse:
             ones.
         found_votes: [chunks, m, 32] int64 votes for each token of the split, to use instead of the stored ones.
         live: searches votes that are not stored; None = they are.
+        searched: searches neighbors that are not stored; None = they are.
     """
 
     k: int
@@ -49,12 +52,28 @@ class NeighborUse:
     found: np.ndarray | None = field(default=None, repr=False, compare=False)
     found_votes: np.ndarray | None = field(default=None, repr=False, compare=False)
     live: SuffixIndex | None = field(default=None, repr=False, compare=False)
+    searched: PrefixNeighbors | None = field(default=None, repr=False, compare=False)
 
     @property
     def rule(self) -> str:
         """Which neighbors are read, in words."""
         limit = f"at most {self.max_overlap:g}" if self.max_overlap < 1 else "not limited"
         return f"{self.source}, overlap with the chunk or the next one {limit}"
+
+
+def searching(datastore: Datastore, use: NeighborUse) -> NeighborUse:
+    """The use, with a search of the votes and neighbors that are needed and not stored, if the datastore has sorted
+    prefixes.
+
+    Raises:
+        InputError: stored votes cannot be used, or none can be searched.
+    """
+    votes = use.votes and use.found_votes is None and not stores_votes(datastore)
+    near = use.k > 0 and use.source == "nearest" and use.found is None and has_prefixes_only(datastore)
+    if not votes and not near:
+        return use
+    index = SuffixIndex(datastore.train)
+    return replace(use, live=index if votes else None, searched=PrefixNeighbors(index) if near else None)
 
 
 @dataclass(frozen=True)
@@ -142,6 +161,8 @@ def choose_neighbors(
         # that it is compared with.
         drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed, queries.epochs)
         candidates = retrieval.ids_at(drawn)
+    elif use.searched is not None:
+        candidates = use.searched.rank(queries.tokens, 2 * use.k, queries.excluded).ids
     else:
         candidates = split.neighbor_ids.gather(queries.ids) if use.found is None else use.found[queries.ids]
     candidates = outside(retrieval.without_deleted(candidates), queries.excluded)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from indexing.corpus.documents import Document
+from indexing.retrieval.prefix_neighbors import PrefixNeighbors
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
@@ -225,7 +226,12 @@ def copy_head_of(model: CopyingModel, placement: Placement) -> CopyHead:
 
 @torch.inference_mode()
 def score_window(
-    model: CopyingModel, head: CopyHead, window: Window, parts: Sequence[SuffixIndex], placement: Placement
+    model: CopyingModel,
+    head: CopyHead,
+    window: Window,
+    parts: Sequence[SuffixIndex],
+    placement: Placement,
+    k: int = 0,
 ) -> WindowScores:
     """Score a window with the model alone, and copying from each part. The model reads it once, so its decoder reads
     no neighbors.
@@ -236,22 +242,34 @@ def score_window(
         window: the window.
         parts: the sorted prefixes of S parts of a datastore.
         placement: device and precision.
+        k: neighbors of each chunk, found in the same part, for a head that copies from neighbors; 0 = none.
     """
     tokens = np.array(window.tokens, np.int64)
-    votes = [part.votes(tokens) for part in parts]
+    found = [_found(part, tokens, head.chunk_length, k) for part in parts]
     off = placement.put(Inputs(torch.from_numpy(tokens)[None]))
     with placement.autocast():
         logits = model.logits(model.hidden(off)[0])
     alone = logits.float().log_softmax(-1)
     following = off.tokens[0, 1:]
     nats, right = list[np.ndarray](), list[np.ndarray]()
-    for found in (None, *votes):
-        inputs = off if found is None else off._replace(votes=torch.from_numpy(found)[None].to(placement.device))
+    for inputs in (off, *map(placement.put, found)):
         log_p = mixed(head, alone, inputs)[0, :-1]  # `alone` itself if there is nothing to copy from
         nats.append(-log_p.gather(-1, following[:, None])[:, 0].cpu().numpy())
         right.append((log_p.argmax(-1) == following).cpu().numpy())
-    matches = np.stack([found[:-1, 0] for found in votes]).astype(np.uint8)
+    matches = np.stack([inputs.votes[0, :-1, 0].numpy() for inputs in found]).astype(np.uint8)
     return WindowScores(np.stack(nats), np.stack(right), matches)
+
+
+def _found(part: SuffixIndex, tokens: np.ndarray, chunk_length: int, k: int) -> Inputs:
+    """A text [t] with its votes and neighbors in a part, as a batch of one."""
+    inputs = Inputs(torch.from_numpy(tokens)[None], votes=torch.from_numpy(part.votes(tokens))[None])
+    if not k:
+        return inputs
+    chunks = tokens[: len(tokens) // chunk_length * chunk_length].reshape(-1, chunk_length)
+    neighbors, lengths = PrefixNeighbors(part).find(chunks, k)[:2]
+    return inputs._replace(
+        neighbors=torch.from_numpy(neighbors)[None], neighbor_lengths=torch.from_numpy(lengths)[None]
+    )
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
 from retro.copying.model import CopyingModel
 from retro.data.loader import as_tensors
-from retro.data.neighbor_choice import NeighborUse
+from retro.data.neighbor_choice import NeighborUse, searching
 from retro.data.windows import ScoringWindow, document_windows, sampled_windows, scored_tokens, window_batches
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, TokenScores, mode_of
@@ -155,7 +155,7 @@ class Evaluator:
     ) -> Iterator[tuple[list[ScoringWindow], list[tuple[Inputs[np.ndarray], float]]]]:
         """Yield batches of windows: the inputs with each use, and the seconds in which they were read."""
         split, datastore, remaining = evaluation_set.split, evaluation_set.datastore, iter(windows)
-        uses = [evaluation_set.with_votes(use) for use in uses]
+        uses = [searching(evaluation_set.datastore, use) for use in uses]
         retrieval = [RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,)) for use in uses]
         while group := list(islice(remaining, _BUFFERED_WINDOWS)):
             readers = [

@@ -9,23 +9,21 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 
+from indexing.retrieval.prefix_neighbors import has_prefixes_only
 from indexing.store.datastore import SPLITS, Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
-from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import stores_votes
 from indexing.tokenization.metadata import read_meta, read_token_bytes
-from retro.data.neighbor_choice import NeighborUse
 from retro.model.datastore_fit import check_fits
 from retro.model_settings import ModelSettings
 
@@ -94,22 +92,13 @@ class EvaluationSet:
             )
         if model.copy_head.datastore:
             stores_votes(self.datastore)
-        if k:
+        if k and not has_prefixes_only(self.datastore):
             self.datastore.require("neighbors")
             stored = self.split.neighbor_ids.row_shape[0]
             if k > stored:
                 raise InputError(
                     f"k = {k} (while training: data.k): {where} stores {stored} neighbors (neighbors.stored)."
                 )
-
-    def with_votes(self, use: NeighborUse) -> NeighborUse:
-        """The use, with a search of the votes if they are needed and not stored."""
-        stored = not use.votes or use.found_votes is not None or self.datastore.has(VOTES)
-        return use if stored else replace(use, live=self._prefixes)
-
-    @cached_property
-    def _prefixes(self) -> SuffixIndex:
-        return SuffixIndex.open(self.datastore.folder)
 
 
 def parse_set(entry: str) -> tuple[str, str, str]:

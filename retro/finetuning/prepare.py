@@ -185,7 +185,7 @@ class _Writer:
         datastore = Datastore.open(datastores[0])
         retriever = Retriever.open(*datastores) if k else None
         if retriever is not None:
-            retriever.chunks.require("dense")
+            retriever.require_neighbors()
         tokenizer = retriever.tokenizer if retriever else Tokenizer.open(datastore.folder / "tokenizer")
         template = ChatTemplate(tokenizer, read_template(settings.template), settings.language)
         if settings.format == "instructions":

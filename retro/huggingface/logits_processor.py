@@ -153,7 +153,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         check_tokens(opened, tokenizer)
         retriever = Retriever.open(datastore) if k else None
         if retriever is not None:
-            retriever.chunks.require("dense")
+            retriever.require_neighbors()
         head = _open_head(opened, str(networks), k)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         own = Tokenizer.open(opened.folder / "tokenizer")

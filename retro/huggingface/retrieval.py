@@ -46,7 +46,7 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
         check_fits(model, server.metadata, source, num_ids=num_ids, tokenizer=tokenizer)
         return server
     retriever = Retriever.open(source)
-    retriever.chunks.require("dense")
+    retriever.require_neighbors()
     actual = {**retriever.datastore.manifest, "tokenizer": tokenizer_fingerprint(retriever.datastore.folder)}
     check_fits(model, actual, source, num_ids=num_ids, tokenizer=tokenizer)
     return lambda chunks: retriever.neighbors.find(chunks, k)[:2]

@@ -107,7 +107,7 @@ class LanguageModel:
         if not retrieval or not opened.model.uses_datastore:
             retriever = None
         if retriever is not None and opened.model.retrieves:
-            retriever.chunks.require("dense")  # before the weights are read
+            retriever.require_neighbors()  # before the weights are read
         copies = retriever is not None and opened.model.copy_head.datastore
         suffixes = open_sorted_prefixes(retriever.datastore.folder) if copies and retriever is not None else None
         model = load_scorer(opened, placement)

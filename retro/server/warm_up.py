@@ -78,7 +78,7 @@ def first_uses(service: "Service") -> Iterator[FirstUse]:
     for way in dict.fromkeys((*ways[:1], *ways[-1:])):  # the last one uses terms, if there are any
         yield FirstUse(f"a {way} search", lambda way=way: retriever.search(["warm up"], 1, retrieval=way))  # type: ignore[misc]
     chunk = _stored_text(service)[None, :m]
-    if retriever.dense and chunk.shape[1] == m:
+    if retriever.finds_neighbors and chunk.shape[1] == m:
         yield FirstUse("neighbors of a chunk", lambda: retriever.neighbors.rank(chunk, _K))
     if _traces(service):
         yield FirstUse("verbatim runs", lambda: _trace(service))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from indexing.progress import Advance, during
+from indexing.retrieval.prefix_neighbors import has_prefixes_only
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -86,14 +87,14 @@ def add_retrieval(
 ) -> CopyFit:
     """Write a model that copies from a datastore, and OFF equals the checkpoint unless `context` is added, as one file.
 
-    Fitting reads the votes of training text, or searches them if the datastore has `suffixes` and no `votes`.
+    Fitting reads the votes and neighbors of training text, or searches them if the datastore has `suffixes` alone.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
     Args:
         checkpoint: the model.
-        folder: folder or URL of a datastore with the stages of the sources: `neighbors`, `suffixes`. The file names it
-            as its own.
+        folder: folder or URL of a datastore with the stages of the sources: `suffixes`, and `neighbors` if it has
+            embeddings. The file names it as its own.
         file: see `single_file.export`; for a decoder of transformers, see `any_model.write_fitted`.
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
@@ -116,7 +117,7 @@ def add_retrieval(
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
-    if settings.retrieves:
+    if settings.retrieves and not has_prefixes_only(datastore):
         datastore.require("neighbors")
         if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
             raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
