@@ -99,7 +99,7 @@ def add_retrieval(
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
-        names: sources to add; empty = neighbors and the whole datastore, as far as their stages are finished and the
+        names: sources to add; empty = neighbors and the whole datastore, as far as the datastore has them and the
             model lacks them.
         reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the
             checkpoint.
@@ -161,8 +161,9 @@ def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> It
 def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
     has = checkpoint.model.copy_head.names
-    stages: dict[SourceName, str] = {"neighbors": "neighbors", "datastore": SUFFIXES}
-    usual: list[SourceName] = [name for name, stage in stages.items() if datastore.has(stage)] or ["neighbors"]
+    near = datastore.has("neighbors") or has_prefixes_only(datastore)
+    there: dict[SourceName, bool] = {"neighbors": near, "datastore": datastore.has(SUFFIXES)}
+    usual: list[SourceName] = [name for name, is_there in there.items() if is_there] or ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
     if twice := [name for name in chosen or ["neighbors"] if name in has]:
         raise InputError(

@@ -92,7 +92,7 @@ class AddRetrievalOptions:
     sources: tuple[SourceName, ...] = ()
     """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `suffixes`), and the own `context`, which
     is copied from with retrieval OFF too, as far as a text earns trust in it. Empty: neighbors and the whole datastore,
-    of both those whose stage is finished."""
+    as far as the datastore has them. Without embeddings, neighbors are searched in the sorted prefixes."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False

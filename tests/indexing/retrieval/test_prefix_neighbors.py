@@ -1,6 +1,8 @@
 """Neighbors of chunks that are searched in the sorted prefixes: of a datastore that has nothing else."""
 
+
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +69,7 @@ def test_neighbors_share_tokens_in_order_have_different_texts_and_none_is_of_the
         known = [text[:length].tolist() for text, length in zip(texts, lengths, strict=True)]
         assert len({*map(tuple, known)}) == len(known)
         of_chunk = {*chunk.tolist()} | {*zip(chunk[:-1].tolist(), chunk[1:].tolist(), strict=True)}
-        shared = [len(of_chunk & ({*text} | {*zip(text[:-1], text[1:], strict=True)})) for text in known]
+        shared = [len(of_chunk & ({*text} | {*pairwise(text)})) for text in known]
         assert shared == scores[ids >= 0].tolist() == sorted(shared, reverse=True)
 
 

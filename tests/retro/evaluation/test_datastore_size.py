@@ -11,12 +11,14 @@ import torch
 from indexing.corpus.documents import CorpusSettings, Document
 from indexing.corpus.readers import read_documents
 from indexing.corpus.scan import list_files
+from indexing.retrieval.prefix_neighbors import PrefixNeighbors
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.batch.inputs import Inputs
 from retro.copying.head import CopyHead
+from retro.copying.model import mixed
 from retro.evaluation.datastore_size import (
     BANDS,
     SizeCurve,
@@ -172,6 +174,24 @@ def test_losses_are_those_of_the_model_alone_and_with_its_copy_head(
         tiny_model.copy_head = None
     assert (np.diff(scores.matches.astype(int), axis=0) >= 0).all()  # a larger part has all matches of a smaller one
     assert scores.nats[3].sum() < scores.nats[0].sum()
+
+
+def test_neighbors_are_those_of_the_part(
+    tiny_model: Retro, copying_datastore: Datastore, indexes: list[SuffixIndex]
+) -> None:
+    window, m = held_out_window(copying_datastore), copying_datastore.chunk_length
+    head = CopyHead(("neighbors", "datastore"), m).eval()
+    head.initialize()
+    scores = score_window(tiny_model.eval(), head, window, indexes, FLOAT32, k=2)
+    tokens = np.array(window.tokens)
+    chunks = tokens[: len(tokens) // m * m].reshape(-1, m)
+    alone = tiny_model(Inputs(torch.from_numpy(tokens)[None])).log_softmax(-1)
+    for number, index in enumerate(indexes):
+        neighbors, lengths = (torch.from_numpy(one)[None] for one in PrefixNeighbors(index).find(chunks, 2)[:2])
+        inputs = Inputs(torch.from_numpy(tokens)[None], None, neighbors, lengths)
+        log_p = mixed(head, alone, inputs._replace(votes=torch.from_numpy(index.votes(tokens))[None]))
+        wanted = -log_p[0, :-1].gather(-1, inputs.tokens[0, 1:, None])[:, 0]
+        assert scores.nats[number + 1] == pytest.approx(wanted.detach().numpy(), abs=1e-4)
 
 
 def test_a_fitted_copy_head_is_kept_and_others_get_a_new_one(tiny_model: Retro) -> None:

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.votes import as_columns, read_votes
 from pipelines.config import Config
 from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.copying.switch import ALL_SOURCES, ENTERS, PRIOR, RETRIEVAL
+from retro.data.batches import read_sequences
+from retro.data.loader import as_tensors
+from retro.data.neighbor_choice import NeighborUse, searching
 from retro.device import choose_placement
+from retro.evaluation.sets import EvaluationSet
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
@@ -210,6 +215,30 @@ def test_without_stored_votes_the_networks_are_fitted_to_votes_that_are_searched
     text = Datastore.open(folder).train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
     model = LanguageModel.open(found.path)
     assert model.score([text], k=2)[0].sum() > model.score([text])[0].sum()
+
+
+def test_of_a_datastore_without_embeddings_neighbors_and_votes_are_searched(
+    config: Config, plain: Checkpoint, voting_datastore: Datastore, tmp_path: Path
+) -> None:
+    stages = [stage for stage in voting_datastore.manifest["fingerprints"] if stage not in ("chunk", "suffixes")]
+    datastore = without_stages(voting_datastore, tmp_path / "datastore", *stages)
+    names = ["context", "neighbors", "datastore"]
+    found, fit = added(plain, datastore.folder, tmp_path / "added.safetensors", names=names)
+    _, without = added(plain, datastore.folder, tmp_path / "less.safetensors", names=["context", "datastore"])
+    assert fit.after < fit.before
+    assert fit.after < without.after  # the same tokens
+    model = LanguageModel.open(found.path)
+    text = datastore.train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
+    near, none = model.score([text], k=2)[0].sum(), model.score([text])[0].sum()
+    assert near > none
+    settings = GenerationSettings(max_tokens=20, temperature=0, ignore_eos=True)
+    assert sum(len(step) for step in model.generate([text[:40]], settings, k=2)) == 20
+    EvaluationSet("held-out", datastore).check(found.model, 2)
+    use = searching(datastore, NeighborUse(2, votes=True))
+    batch = as_tensors(read_sequences(datastore.valid, RetrievalSet.of(datastore), [(0, 8)], 8, use))
+    assert batch.neighbor_lengths.any()
+    opened = load_model(found, HERE.device).eval()
+    assert opened.token_losses(batch).sum() < opened.token_losses(batch.off()).sum()
 
 
 def test_an_added_context_must_earn_trust_and_a_trained_one_needs_none(
