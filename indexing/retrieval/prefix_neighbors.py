@@ -7,6 +7,7 @@ Where a part of the chunk occurs, the text around is often of the same kind. The
 this one would end comes with its continuation, as a neighbor does (paper, section 2.3).
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from indexing.retrieval.candidates import Ranked
 from indexing.store.datastore import Datastore, Split
 from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.search import SuffixIndex
+
+log = logging.getLogger("retro")
 
 CANDIDATES = 64
 """Chunks that are compared with a chunk, at least twice as many as its neighbors."""
@@ -33,6 +36,13 @@ class PrefixNeighbors:
     """The search of neighbors in the sorted prefixes of a datastore."""
 
     index: SuffixIndex
+
+    @classmethod
+    def of(cls, index: SuffixIndex) -> "PrefixNeighbors":
+        """The search of a datastore without embeddings, which is logged: a model may have read other neighbors in
+        training."""
+        log.info("neighbors are searched in the sorted prefixes: %s has no embeddings", index.split.folder)
+        return cls(index)
 
     @property
     def _split(self) -> Split:

@@ -162,7 +162,7 @@ class Retriever:
         """The search of neighbors for new chunks, by the rules of the stored neighbors; without embeddings, in the
         sorted prefixes of the first datastore. InputError if neither the stage `add` nor `suffixes` is finished."""
         if self.dense is None and self.finds_neighbors:
-            return PrefixNeighbors(SuffixIndex(self.datastore.train))
+            return PrefixNeighbors.of(SuffixIndex(self.datastore.train))
         return LiveNeighbors.open(self.datastore, self.embedder, self.indexes, self.retrieval)
 
     @cached_property

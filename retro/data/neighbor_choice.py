@@ -73,7 +73,7 @@ def searching(datastore: Datastore, use: NeighborUse) -> NeighborUse:
     if not votes and not near:
         return use
     index = SuffixIndex(datastore.train)
-    return replace(use, live=index if votes else None, searched=PrefixNeighbors(index) if near else None)
+    return replace(use, live=index if votes else None, searched=PrefixNeighbors.of(index) if near else None)
 
 
 @dataclass(frozen=True)

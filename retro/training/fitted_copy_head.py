@@ -29,6 +29,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.order import FOLDER as SUFFIXES
+from indexing.suffixes.votes import stores_votes
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL, TokenLosses
 from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying, write_fitted
@@ -121,6 +122,8 @@ def add_retrieval(
         datastore.require("neighbors")
         if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
             raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
+    if settings.copy_head.datastore:
+        stores_votes(datastore)  # or they can be searched
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)

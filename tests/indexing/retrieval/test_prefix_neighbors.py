@@ -1,6 +1,5 @@
 """Neighbors of chunks that are searched in the sorted prefixes: of a datastore that has nothing else."""
 
-
 import shutil
 from itertools import pairwise
 from pathlib import Path

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -46,6 +47,17 @@ def test_terms_are_searched_and_distances_are_null_without_vectors(client: TestC
     assert chunks[0]["neighbors"]
 
 
+def test_neighbors_of_chunks_are_searched_in_the_sorted_prefixes(
+    client: TestClient, copying_datastore: Datastore
+) -> None:
+    split = copying_datastore.train
+    chunks = split.tokens.gather(np.array([0, 3])).astype(np.int64)
+    answer = client.post("/neighbors/tokens", json={"chunks": chunks.tolist(), "k": 2}).json()
+    tokens, lengths = Retriever.open(copying_datastore.folder).neighbors.find(chunks, 2)[:2]
+    assert answer["lengths"] == lengths.tolist()
+    assert answer["tokens"] == tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("path", "request_"),
     [
@@ -53,7 +65,6 @@ def test_terms_are_searched_and_distances_are_null_without_vectors(client: TestC
         ("/search", {"texts": ["memory"], "retrieval": "hybrid"}),
         ("/search", {"vectors": [[0.5] * 32]}),
         ("/neighbors", {"text": TEXT}),
-        ("/neighbors/tokens", {"chunks": [[5] * 16]}),
         ("/embed", {"texts": ["memory"]}),
         ("/v1/embeddings", {"model": "copying:embedder", "input": "memory"}),
     ],

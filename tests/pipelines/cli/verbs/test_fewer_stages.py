@@ -100,29 +100,37 @@ def test_generation_and_traces_need_sorted_prefixes_only(
 
 
 def test_a_model_that_reads_neighbors_is_refused_before_its_weights_are_read(
-    tiny_run: Path, copying_datastore: Datastore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path,
+    smallest: Datastore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    bare = without_stages(smallest, tmp_path / "bare", "suffixes")
     monkeypatch.setattr("retro.inference.language_model.load_scorer", lambda *_: pytest.fail("weights were read"))
-    error = error_of(capsys, "generate", latest(tiny_run), "--datastore", copying_datastore.folder)
+    error = error_of(capsys, "generate", latest(tiny_run), "--datastore", bare.folder)
     assert "no finished 'add' stage" in error
-    error = error_of(capsys, "eval", "perplexity", latest(tiny_run), "--datastore", copying_datastore.folder)
+    error = error_of(capsys, "eval", "perplexity", latest(tiny_run), "--datastore", bare.folder)
     assert "no finished 'neighbors' stage" in error
 
 
-@pytest.mark.parametrize("sources", [("--sources", "datastore"), ()])
-def test_copying_from_the_datastore_is_added_without_neighbors(
+@pytest.mark.parametrize(("sources", "changes"), [(("--sources", "datastore"), 1), ((), 3)])
+def test_copying_is_added_without_embeddings_and_with_neighbors_by_default(
     tmp_path: Path,
     plain_run: Path,
-    copying_datastore: Datastore,
+    smallest: Datastore,
     capsys: pytest.CaptureFixture[str],
     sources: tuple[str, ...],
+    changes: int,
 ) -> None:
+    """Neighbors, the datastore, and both."""
     output = tmp_path / "added.safetensors"
-    options = ["--output", str(output), "--datastore", str(copying_datastore.folder), "--tokens", "1000", *sources]
+    options = ["--output", str(output), "--datastore", str(smallest.folder), "--tokens", "1000", *sources]
     assert main(["add-retrieval", str(plain_run), *options, "--device", "cpu"]) == 0
-    assert "neighbors" not in capsys.readouterr().out
-    changes = printed(capsys, "eval", "perplexity", output, "--device", "cpu")["changes"]
-    assert len(changes) == 1
+    assert ("neighbors" in capsys.readouterr().out) == (changes == 3)
+    rows = printed(capsys, "eval", "perplexity", output, "--device", "cpu")["changes"]
+    assert len(rows) == changes
+    assert all(row["percent"] < 0 for row in rows)
 
 
 def test_adding_a_source_names_its_stages_before_weights_are_read(
@@ -133,9 +141,10 @@ def test_adding_a_source_names_its_stages_before_weights_are_read(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`smallest` has `suffixes` and no neighbors, `tiny_datastore` neighbors and no `suffixes`."""
+    """`tiny_datastore` has neighbors and no `suffixes`, `bare` neither."""
+    bare = without_stages(smallest, tmp_path / "bare", "suffixes")
     monkeypatch.setattr("retro.training.fitted_copy_head.load_scorer", lambda *_: pytest.fail("weights were read"))
-    for source, stage, datastore in (("datastore", "votes", tiny_datastore), ("neighbors", "neighbors", smallest)):
+    for source, stage, datastore in (("datastore", "votes", tiny_datastore), ("neighbors", "neighbors", bare)):
         options = ("--output", tmp_path / "added.safetensors", "--datastore", datastore.folder, "--sources", source)
         error = error_of(capsys, "add-retrieval", plain_run, *options)
         assert f"no finished '{stage}' stage" in error
