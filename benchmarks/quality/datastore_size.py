@@ -8,8 +8,9 @@
     ─► FOLDER/results.json, gain.svg, gain-dark.svg: change by size, by longest match, a line in log10 of the tokens
 
 The model copies from the whole datastore, and from its own context if it was fitted to it. With `--k`, a model that was
-fitted to neighbors copies from those too, found in the sorted prefixes of the same part. A part holds the documents whose hash of the path is below a fraction, so a larger one contains a smaller
-one. Intervals are of a bootstrap over windows.
+fitted to neighbors copies from those too, found in the sorted prefixes of the same part. A part holds the documents
+whose hash of the path is below a fraction, so a larger one contains a smaller one. Intervals are of a bootstrap over
+windows.
 
 The same command resumes: the datastore, the windows and the scores of each window are kept in FOLDER. `--minutes` stops
 before a window that does not fit; then the tables are of the windows so far. The build of the datastore and the first

@@ -288,9 +288,11 @@ def _first_row(ends: bool, text: np.ndarray, size: int, low: int, high: int, ord
 def _in_all_parts(
     text: np.ndarray, size: int, first: int, stop: int, loose: int, order: int, most: int, files: Files
 ) -> tuple[int, int, int]:
-    """The rows of all parts around those of one part that end in a text. Such a text is shorter than a head, so the
-    head of a row says whether it does."""
+    """The rows of all parts around those of one part that end in a text. Parts have different heads, so only texts that
+    are shorter than a head are in several, and the head of a row says whether it ends in such a text."""
     rows = _rows_of(order, files)
+    if size >= files.head_tokens:
+        return first, stop, loose
     while first > 0:
         part = _part_of(first, order, files)
         if _of_part(part, _FIRST_ROW, files) != first or not _part_ends_in(part - 1, text, size, files):
@@ -317,7 +319,7 @@ def _part_ends_in(part: int, text: np.ndarray, size: int, files: Files) -> bool:
 
 @compiled
 def _head_ends_in(part: int, number: int, text: np.ndarray, size: int, files: Files) -> bool:
-    """Whether the row of a stored head ends in a text that is not longer than a head."""
+    """Whether the row of a stored head ends in a text that is shorter than a head."""
     stored = _uint64(_of_part(part, _HEADS, files))[number]
     unread = np.uint64((files.head_tokens - size) * (64 // files.head_tokens))
     return (stored ^ _head(text, size, files)) >> unread == 0
@@ -785,12 +787,10 @@ def around(part: int, row: int, size: int, most: int, files: Files) -> tuple[int
     above, stop = _climb_on(part, row + 1, size, starts, files)
     while True:
         begin, end = first * FAN_OUT**below, (stop - 1) * FAN_OUT**above + 1
-        step = _stride(end - begin, most)
+        step, is_last = _stride(end - begin, most), stop * FAN_OUT**above >= num_rows  # may go on in the next part
         if FAN_OUT**below > step:
             below, first = below - 1, _back(part, first * FAN_OUT, below - 1, size, starts, files)
-        elif FAN_OUT**above > step or (
-            above > 0 and stop * FAN_OUT**above >= num_rows
-        ):  # it may go on in the next part
+        elif FAN_OUT**above > step or (above > 0 and is_last):
             above, stop = above - 1, _on(part, (stop - 1) * FAN_OUT + 1, above - 1, size, starts, files)
         else:
             return begin, end, FAN_OUT**below + FAN_OUT**above - 2

@@ -252,7 +252,8 @@ class Datastore:
         return Neighbors(ids, tokens.reshape(*ids.shape, -1), lengths.reshape(ids.shape))
 
     def find_neighbors(self, text: str | Ids, k: int = 2) -> Neighbors:
-        """Search the neighbors of a new text's complete chunks, by the rules of the stored neighbors.
+        """Search the neighbors of a new text's complete chunks, by the rules of the stored neighbors; without
+        embeddings, in the sorted prefixes.
 
         Args:
             text: a text, which begins a document; or token ids [t], which are cut into chunks as they are.
@@ -262,8 +263,8 @@ class Datastore:
             neighbors of n = t // m chunks; the last tokens are no complete chunk.
 
         Raises:
-            InputError: the text has no complete chunk or tokens outside of the vocabulary, k is below 1, or the stage
-                `add` is not finished.
+            InputError: the text has no complete chunk or tokens outside of the vocabulary, k is below 1, or neither the
+                stage `add` nor `suffixes` is finished.
         """
         if k < 1:
             raise InputError(f"k = {k}: must be at least 1.")

@@ -156,7 +156,7 @@ async def neighbor_tokens(
     """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them.
 
     They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`,
-    `neighbors.rerank`).
+    `neighbors.rerank`); without embeddings, in the sorted prefixes.
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
     service.limits.search(len(request.chunks), request.k, "dense", "chunks")

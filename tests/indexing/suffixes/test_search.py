@@ -49,6 +49,30 @@ def test_heads_of_few_rows_and_equal_heads_change_nothing(
     assert all((own[1:] >= own[:-1]).all() for own in heads)
 
 
+def test_matches_at_the_borders_of_parts_are_all_rows_of_all_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "PART_TOKENS", 300)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    build_local(config, only="chunk")
+    split = build_local(config, only="suffixes").train
+    index, documents = SuffixIndex(split), documents_of(split)
+    (prefixes,) = index._files.orders
+    borders = prefixes.rows[1:-1]
+    assert len(borders) > 20
+    for row in sorted({row + step for row in borders for step in (-1, 0)})[::3]:
+        (text,) = index._texts.windows(prefixes.positions(row, row + 1), 12).astype(np.int64) - 1
+        ending = text[text >= 0][::-1].tolist()
+        for size in {1, 2, 3, 4, 5, 12} & {*range(1 + len(ending))}:
+            _, count, following = expected(documents, ending[-size:])
+            match = index.match(ending[-size:])
+            assert match is not None
+            assert match.count == count
+            assert len(index.occurrences(match)) == count
+            tokens, counts = index.next_tokens(match)
+            assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == following
+
+
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
