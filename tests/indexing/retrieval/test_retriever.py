@@ -195,7 +195,6 @@ def test_a_stage_is_required_only_by_what_reads_it(copying_datastore: Datastore,
         lambda: opened.chunks.require("hybrid"),
         lambda: opened.search(query, 2),
         lambda: opened.queries,
-        lambda: opened.neighbors,
         lambda: opened.indexes,
     ):
         with pytest.raises(InputError, match="no finished 'add' stage"):
