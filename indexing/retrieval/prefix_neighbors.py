@@ -9,6 +9,8 @@ this one would end comes with its continuation, as a neighbor does (paper, secti
 
 import logging
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +33,11 @@ def has_prefixes_only(datastore: Datastore) -> bool:
     return datastore.has(SUFFIXES) and not datastore.has("add")
 
 
+@cache
+def _say(folder: Path) -> None:
+    log.info("neighbors are searched in the sorted prefixes: %s has no embeddings", folder)
+
+
 @dataclass(frozen=True)
 class PrefixNeighbors:
     """The search of neighbors in the sorted prefixes of a datastore."""
@@ -39,9 +46,9 @@ class PrefixNeighbors:
 
     @classmethod
     def of(cls, index: SuffixIndex) -> "PrefixNeighbors":
-        """The search of a datastore without embeddings, which is logged: a model may have read other neighbors in
+        """The search of a datastore without embeddings, which is logged once: a model may have read other neighbors in
         training."""
-        log.info("neighbors are searched in the sorted prefixes: %s has no embeddings", index.split.folder)
+        _say(index.split.folder)
         return cls(index)
 
     @property

@@ -153,9 +153,11 @@ class Retriever:
 
     def require_neighbors(self) -> None:
         """Raise InputError, which names the stage, unless neighbors of new chunks can be searched. Callers that load a
-        model check this first."""
+        model check this first. A search in the sorted prefixes is opened, and says so before text is printed."""
         if not self.finds_neighbors:
             self.chunks.require("dense")
+        if self.dense is None:
+            _ = self.neighbors
 
     @cached_property
     def neighbors(self) -> LiveNeighbors | PrefixNeighbors:
