@@ -68,9 +68,9 @@ class Config:
     skip_stages: tuple[SkippedStage, ...] = ()
     """Stages of `retro index` to leave out; by name, `--stage` still runs them. Stages that need them are left out too.
     `neighbors` leaves out `embed`, `train-index`, `add`, `ngrams` and `neighbors`: then models can still copy, and the
-    neighbors of new text are searched in the sorted prefixes of `suffixes`. `sparse` is read by sparse and hybrid search. `votes` (about 9 bytes for each token) is read
-    by the training of models that copy from the whole datastore, `suffixes` (8 to 10 bytes) by their generation, by
-    `votes` and by `retro trace`."""
+    neighbors of new text are searched in the sorted prefixes of `suffixes`. `sparse` is read by sparse and hybrid
+    search. `votes` (about 9 bytes for each token) is read by the training of models that copy from the whole datastore,
+    `suffixes` (8 to 10 bytes) by their generation, by `votes` and by `retro trace`."""
     run: Location = Path("run")
     """Folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)

@@ -28,7 +28,7 @@ OCCURRENCES = 16
 _LEAST = 2  # tokens of such a match
 
 
-def has_prefixes_only(datastore: Datastore) -> bool:
+def searches_prefixes(datastore: Datastore) -> bool:
     """Whether neighbors of a datastore are searched here: it has sorted prefixes, and no embeddings in an index."""
     return datastore.has(SUFFIXES) and not datastore.has("add")
 

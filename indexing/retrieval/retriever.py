@@ -20,7 +20,7 @@ from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.live_neighbors import LiveNeighbors
 from indexing.retrieval.lookup import Lookup
 from indexing.retrieval.passages import find_passages
-from indexing.retrieval.prefix_neighbors import PrefixNeighbors, has_prefixes_only
+from indexing.retrieval.prefix_neighbors import PrefixNeighbors, searches_prefixes
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
 from indexing.retrieval.results import PASSAGE_TOKENS, PASSAGES, Passage, Results
 from indexing.retrieval.search import ChunkSearch
@@ -149,7 +149,7 @@ class Retriever:
     @property
     def finds_neighbors(self) -> bool:
         """Whether neighbors of new chunks can be searched."""
-        return self.dense is not None or has_prefixes_only(self.datastore)
+        return self.dense is not None or searches_prefixes(self.datastore)
 
     def require_neighbors(self) -> None:
         """Raise InputError, which names the stage, unless neighbors of new chunks can be searched. Callers that load a

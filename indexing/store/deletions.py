@@ -110,7 +110,10 @@ def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
 
 
 def with_range(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """Ranges [n, 2], sorted and disjoint, and one more that is not empty and lies in one of them or in none."""
+    """Add a range [first, stop) to ranges [n, 2], which are sorted and disjoint and stay so.
+
+    One of them may contain it, as that of a deleted document does; none overlaps a part of it.
+    """
     if len(ranges) and inside(np.array(first), ranges):
         return ranges
     return np.insert(ranges, np.searchsorted(ranges[:, 0], first), (first, stop), axis=0)

@@ -851,7 +851,7 @@ def _on(part: int, stop: int, level: int, size: int, starts: np.ndarray, files: 
 
 @compiled
 def _shares(part: int, level: int, row: int, size: int, starts: np.ndarray, files: Files) -> bool:
-    """Whether a row of a level shares so many tokens with the one before; False behind the last row."""
+    """Whether a row of a level shares at least `size` tokens with the row before it. Behind the last row: False."""
     at = starts[level] + row
     return at < starts[level + 1] and _table(part, files)[at, -1] >> TOKEN_BITS >= size
 

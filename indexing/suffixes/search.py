@@ -118,7 +118,7 @@ class SuffixIndex:
         return part
 
     def without(self, first: int, stop: int) -> "SuffixIndex":
-        """The index as if a document was deleted, of which these are the chunks [first, stop)."""
+        """The same index without one document: that with the chunks [first, stop). Nothing is copied."""
         part = copy.copy(self)
         part._own = (first, stop)
         return part

@@ -107,7 +107,7 @@ def _votes(split: Split, ids: np.ndarray, use: NeighborUse) -> np.ndarray:
     """The votes for the tokens of chunks, ids [n] int64 → [n, m, 32] int64: given, searched or stored."""
     if use.found_votes is not None:
         return use.found_votes[ids]
-    return live_votes(use.live, split, ids) if use.live is not None else read_columns(split, ids)
+    return live_votes(use.live_votes, split, ids) if use.live_votes is not None else read_columns(split, ids)
 
 
 def join(parts: Sequence[Inputs[np.ndarray]], rows: np.ndarray) -> Inputs[np.ndarray]:
@@ -204,7 +204,7 @@ class TrainingData:
                 f"data.sequence_length = {settings.sequence_length}: must be a multiple of {m}, the chunk length."
             )
         self.num_chunks = settings.sequence_length // m
-        self._uses = [searching(datastore, self.use) if search else self.use for datastore in self.datastores]
+        self._uses = [searching(datastore, [self.use])[0] if search else self.use for datastore in self.datastores]
         for datastore, of_datastore in zip(self.datastores, self._uses, strict=True):
             _check_datastore(datastore, first, of_datastore)
         # A baseline reads no neighbors, so it needs no other datastores.
@@ -298,9 +298,9 @@ class TrainingData:
 
 
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
-    stored = use.k and use.source == "nearest" and use.searched is None
+    stored = use.k and use.source == "nearest" and use.live_neighbors is None
     datastore.require("neighbors" if stored else "chunk")
-    if use.votes and use.live is None:
+    if use.votes and use.live_votes is None:
         require_votes(datastore)
     if use.k and use.materialized and not datastore.has("materialize"):
         raise InputError(

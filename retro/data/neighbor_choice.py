@@ -6,13 +6,14 @@ Every step is a function of chunk ids, and of the epoch for random chunks. So th
 other sequences of the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from indexing.retrieval.prefix_neighbors import PrefixNeighbors, has_prefixes_only
+from indexing.retrieval.prefix_neighbors import PrefixNeighbors, searches_prefixes
 from indexing.similarity.overlap import overlap
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore, Split
@@ -39,8 +40,8 @@ class NeighborUse:
         found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
         found_votes: [chunks, m, 32] int64 votes for each token of the split, to use instead of the stored ones.
-        live: searches votes that are not stored; None = they are.
-        searched: searches neighbors that are not stored; None = they are.
+        live_votes: searches votes that are not stored; None = they are.
+        live_neighbors: searches neighbors that are not stored; None = they are.
     """
 
     k: int
@@ -51,8 +52,8 @@ class NeighborUse:
     votes: bool = False
     found: np.ndarray | None = field(default=None, repr=False, compare=False)
     found_votes: np.ndarray | None = field(default=None, repr=False, compare=False)
-    live: SuffixIndex | None = field(default=None, repr=False, compare=False)
-    searched: PrefixNeighbors | None = field(default=None, repr=False, compare=False)
+    live_votes: SuffixIndex | None = field(default=None, repr=False, compare=False)
+    live_neighbors: PrefixNeighbors | None = field(default=None, repr=False, compare=False)
 
     @property
     def rule(self) -> str:
@@ -61,19 +62,20 @@ class NeighborUse:
         return f"{self.source}, overlap with the chunk or the next one {limit}"
 
 
-def searching(datastore: Datastore, use: NeighborUse) -> NeighborUse:
-    """The use, with a search of the votes and neighbors that are needed and not stored, if the datastore has sorted
-    prefixes.
+def searching(datastore: Datastore, uses: Sequence[NeighborUse]) -> list[NeighborUse]:
+    """The uses, with a search of the votes and neighbors that are needed and not stored. One index serves all.
 
     Raises:
-        InputError: stored votes cannot be used, or none can be searched.
+        InputError: votes are needed that are neither stored nor can be searched.
     """
-    votes = use.votes and use.found_votes is None and not stores_votes(datastore)
-    near = use.k > 0 and use.source == "nearest" and use.found is None and has_prefixes_only(datastore)
-    if not votes and not near:
-        return use
-    index = SuffixIndex(datastore.train)
-    return replace(use, live=index if votes else None, searched=PrefixNeighbors.of(index) if near else None)
+    index, found = cache(lambda: SuffixIndex(datastore.train)), list[NeighborUse]()
+    for use in uses:
+        if use.votes and use.found_votes is None and not stores_votes(datastore):
+            use = replace(use, live_votes=index())
+        if use.k and use.source == "nearest" and use.found is None and searches_prefixes(datastore):
+            use = replace(use, live_neighbors=PrefixNeighbors.of(index()))
+        found.append(use)
+    return found
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,8 @@ def choose_neighbors(
         # that it is compared with.
         drawn = random_numbers(queries.ids, retrieval.num_chunks, 2 * use.k + 16, use.seed, queries.epochs)
         candidates = retrieval.ids_at(drawn)
-    elif use.searched is not None:
-        candidates = use.searched.rank(queries.tokens, 2 * use.k, queries.excluded).ids
+    elif use.live_neighbors is not None:
+        candidates = use.live_neighbors.rank(queries.tokens, 2 * use.k, queries.excluded).ids
     else:
         candidates = split.neighbor_ids.gather(queries.ids) if use.found is None else use.found[queries.ids]
     candidates = outside(retrieval.without_deleted(candidates), queries.excluded)

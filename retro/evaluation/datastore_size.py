@@ -33,6 +33,7 @@ from retro.batch.inputs import Inputs
 from retro.copying.datastore import DATASTORE
 from retro.copying.head import CopyHead
 from retro.copying.model import CopyingModel, mixed
+from retro.data.loader import as_tensors
 from retro.device import Placement
 
 SKIPPED_STAGES: tuple[SkippedStage, ...] = ("neighbors", "sparse", "votes")
@@ -262,14 +263,12 @@ def score_window(
 
 def _found(part: SuffixIndex, tokens: np.ndarray, chunk_length: int, k: int) -> Inputs:
     """A text [t] with its votes and neighbors in a part, as a batch of one."""
-    inputs = Inputs(torch.from_numpy(tokens)[None], votes=torch.from_numpy(part.votes(tokens))[None])
-    if not k:
-        return inputs
-    chunks = tokens[: len(tokens) // chunk_length * chunk_length].reshape(-1, chunk_length)
-    neighbors, lengths = PrefixNeighbors(part).find(chunks, k)[:2]
-    return inputs._replace(
-        neighbors=torch.from_numpy(neighbors)[None], neighbor_lengths=torch.from_numpy(lengths)[None]
-    )
+    inputs = Inputs(tokens[None], votes=part.votes(tokens)[None])
+    if k:
+        chunks = tokens[: len(tokens) // chunk_length * chunk_length].reshape(-1, chunk_length)
+        neighbors, lengths = PrefixNeighbors(part).find(chunks, k)[:2]
+        inputs = inputs._replace(neighbors=neighbors[None], neighbor_lengths=lengths[None])
+    return as_tensors(inputs)
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------

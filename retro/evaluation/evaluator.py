@@ -155,7 +155,7 @@ class Evaluator:
     ) -> Iterator[tuple[list[ScoringWindow], list[tuple[Inputs[np.ndarray], float]]]]:
         """Yield batches of windows: the inputs with each use, and the seconds in which they were read."""
         split, datastore, remaining = evaluation_set.split, evaluation_set.datastore, iter(windows)
-        uses = [searching(evaluation_set.datastore, use) for use in uses]
+        uses = searching(datastore, uses)
         retrieval = [RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,)) for use in uses]
         while group := list(islice(remaining, _BUFFERED_WINDOWS)):
             readers = [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.retrieval.prefix_neighbors import has_prefixes_only
+from indexing.retrieval.prefix_neighbors import searches_prefixes
 from indexing.store.datastore import SPLITS, Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
@@ -92,7 +92,7 @@ class EvaluationSet:
             )
         if model.copy_head.datastore:
             stores_votes(self.datastore)
-        if k and not has_prefixes_only(self.datastore):
+        if k and not searches_prefixes(self.datastore):
             self.datastore.require("neighbors")
             stored = self.split.neighbor_ids.row_shape[0]
             if k > stored:

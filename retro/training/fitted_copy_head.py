@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from indexing.progress import Advance, during
-from indexing.retrieval.prefix_neighbors import has_prefixes_only
+from indexing.retrieval.prefix_neighbors import searches_prefixes
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -118,12 +118,12 @@ def add_retrieval(
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
-    if settings.retrieves and not has_prefixes_only(datastore):
+    if settings.retrieves and not searches_prefixes(datastore):
         datastore.require("neighbors")
         if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
             raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
     if settings.copy_head.datastore:
-        stores_votes(datastore)  # or they can be searched
+        stores_votes(datastore)  # raises an error if votes are neither stored nor can be searched
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
@@ -164,7 +164,7 @@ def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> It
 def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
     has = checkpoint.model.copy_head.names
-    near = datastore.has("neighbors") or has_prefixes_only(datastore)
+    near = datastore.has("neighbors") or searches_prefixes(datastore)
     there: dict[SourceName, bool] = {"neighbors": near, "datastore": datastore.has(SUFFIXES)}
     usual: list[SourceName] = [name for name, is_there in there.items() if is_there] or ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]

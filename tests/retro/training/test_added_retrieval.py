@@ -234,7 +234,7 @@ def test_of_a_datastore_without_embeddings_neighbors_and_votes_are_searched(
     settings = GenerationSettings(max_tokens=20, temperature=0, ignore_eos=True)
     assert sum(len(step) for step in model.generate([text[:40]], settings, k=2)) == 20
     EvaluationSet("held-out", datastore).check(found.model, 2)
-    use = searching(datastore, NeighborUse(2, votes=True))
+    (use,) = searching(datastore, [NeighborUse(2, votes=True)])
     batch = as_tensors(read_sequences(datastore.valid, RetrievalSet.of(datastore), [(0, 8)], 8, use))
     assert batch.neighbor_lengths.any()
     opened = load_model(found, HERE.device).eval()
