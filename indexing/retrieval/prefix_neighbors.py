@@ -1,21 +1,23 @@
 """Search the neighbors of chunks in the sorted prefixes: for a datastore that has no embeddings.
 
-    a chunk ─ the longest match that ends with each token ─ some of its occurrences ─► chunks of the datastore
-    ─ those that share most tokens and bigrams with the chunk ─► neighbors
+    a chunk ─ the longest match that ends with each token ─ some of its occurrences ─► candidates ─ shared tokens ─► neighbors
 
 Where a part of the chunk occurs, the text around is often of the same kind. The chunk of the datastore that ends where
-this one would end comes with its continuation, as a neighbor does (paper, section 2.3).
+this one would end comes with its continuation, as a neighbor does (paper, section 2.3). Candidates are ordered as with
+`neighbors.rerank = "tokens"`.
 """
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 
 from indexing.retrieval.candidates import Ranked
-from indexing.store.datastore import Datastore, Split
+from indexing.similarity.shared_tokens import SharedTokens
+from indexing.store.datastore import Datastore
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.search import SuffixIndex
 
@@ -51,18 +53,22 @@ class PrefixNeighbors:
         _say(index.split.folder)
         return cls(index)
 
-    @property
-    def _split(self) -> Split:
-        return self.index.split
+    @cached_property
+    def _order(self) -> SharedTokens:
+        """The order by shared tokens, whose frequencies are estimated from the sorted prefixes."""
+        counts = self.index.token_counts()
+        weights = np.log((1 + counts.sum()) / (1 + counts)).astype(np.float32)
+        weights[self.index.split.pad_id] = 0
+        return SharedTokens(weights, RetrievalSet((self.index.split,)))
 
     def find(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """As `LiveNeighbors.find`; distances are NaN."""
         ranked = self.rank(chunks, k)
-        tokens, lengths = self._split.with_continuation(ranked.ids.ravel())
+        tokens, lengths = self.index.split.with_continuation(ranked.ids.ravel())
         return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), ranked.ids, ranked.distances
 
     def rank(self, chunks: np.ndarray, k: int, excluded: np.ndarray | None = None) -> Ranked:
-        """The first k neighbors of full chunks [n, m], without deleted ones.
+        """The first k neighbors of chunks [n, m], without deleted ones.
 
         Args:
             chunks: token ids.
@@ -71,55 +77,32 @@ class PrefixNeighbors:
                 document. An empty range excludes none.
 
         Returns:
-            ids, scores: tokens and bigrams of the chunk that the neighbor and its continuation have; distances of NaN.
+            ids; scores and distances are NaN.
         """
-        ids, scores = np.full((len(chunks), k), -1, np.int64), np.full((len(chunks), k), -np.inf, np.float32)
+        candidates = np.full((len(chunks), max(CANDIDATES, 2 * k)), -1, np.int64)
         for row, chunk in enumerate(chunks):
             own = (0, 0) if excluded is None else excluded[row].tolist()
-            index = self.index.without(*own) if own[0] < own[1] else self.index
-            if len(candidates := _candidates(index, chunk, max(CANDIDATES, 2 * k))):
-                found, shared = self._compared(chunk, candidates)
-                ids[row, : len(found)], scores[row, : len(found)] = found[:k], shared[:k]
-        return Ranked(ids, scores, np.where(ids < 0, np.inf, np.nan).astype(np.float32), ())
-
-    def _compared(self, chunk: np.ndarray, candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Candidates [n] without equal texts in the order of what they share with a chunk, and how much that is."""
-        tokens, lengths = self._split.with_continuation(candidates)
-        tokens[np.arange(tokens.shape[1]) >= lengths[:, None]] = -1
-        _, first = np.unique(tokens, axis=0, return_index=True)
-        rows = np.sort(first)  # of several with the same text, the one with the longest match
-        ends, others = _bigrams(chunk), _bigrams(tokens[rows])
-        shared = np.zeros(len(rows), np.float32)
-        for wanted, text in ((np.unique(chunk), tokens[rows]), (np.unique(ends), others)):
-            # Each number of the chunk counts once, however often a candidate has it.
-            found = np.searchsorted(wanted, text).clip(max=len(wanted) - 1)
-            has = np.zeros((len(rows), len(wanted)), bool)
-            at = wanted[found] == text
-            has[np.nonzero(at)[0], found[at]] = True
-            shared += has.sum(axis=1)
-        order = np.argsort(-shared, kind="stable")
-        return candidates[rows][order], shared[order]
+            found = _candidates(self.index.without(*own) if own[0] < own[1] else self.index, chunk)
+            candidates[row, : len(found)] = found[: candidates.shape[1]]
+        ids = self._order.best(chunks, candidates, k)
+        scores, distances = (np.where(ids < 0, none, np.nan).astype(np.float32) for none in (-np.inf, np.inf))
+        return Ranked(ids, scores, distances, ())
 
 
-def _bigrams(tokens: np.ndarray) -> np.ndarray:
-    """Two tokens in a row as one number, [..., t] → [..., t - 1]; below 0 where the second one is padding."""
-    return np.where(tokens[..., 1:] < 0, -1, tokens[..., :-1] << 32 | tokens[..., 1:])
-
-
-def _candidates(index: SuffixIndex, chunk: np.ndarray, most: int) -> np.ndarray:
-    """The chunks that end where a chunk would end if the text around an occurrence of a part of it went on alike, [n]
-    ids, those of long matches first."""
+def _candidates(index: SuffixIndex, chunk: np.ndarray) -> list[int]:
+    """Ids of the chunks that end where a chunk would end, if the text around an occurrence of a part of it went on
+    alike: at least `CANDIDATES` if there are as many, those of long matches first."""
     split, m = index.split, len(chunk)
     matches = [index.longest_match(chunk[: end + 1]) for end in range(m)]
     lengths = np.array([match.length for match in matches])
-    is_whole = np.append(lengths[1:] <= lengths[:-1], True)  # otherwise the next match has its occurrences, if not all
+    is_whole = np.append(lengths[1:] <= lengths[:-1], True)  # no later match contains it
     ends = np.flatnonzero(is_whole & (lengths >= _LEAST))
     found = dict[int, None]()
     for end in ends[np.argsort(-lengths[ends], kind="stable")].tolist():
-        if len(found) >= most:
+        if len(found) >= CANDIDATES:
             break
         places = index.occurrences(matches[end], OCCURRENCES)  # [n, 2]
         _, _, stops = split.documents_of(places[:, 0])
         chunks = places[:, 0] + (places[:, 1] + m - 1 - end) // m
         found |= dict.fromkeys(np.minimum(chunks, stops - 1).tolist())
-    return np.array(list(found), np.int64)[:most]
+    return list(found)
