@@ -46,6 +46,7 @@ from pipelines.config import Config
 from pipelines.stages.generations import counts_of, intact_folders, stored_files
 from retro.checkpoints.any_model import for_tokens_of, load_scorer, open_model, tokenizer_settings
 from retro.checkpoints.checkpoint import Checkpoint
+from retro.copying.neighbors import NEIGHBORS
 from retro.evaluation.datastore_size import (
     SKIPPED_STAGES,
     Part,
@@ -169,6 +170,8 @@ def score(
         place = placement(options.precision)
         model = load_scorer(checkpoint, place)
         head, whole = copy_head_of(model, place), SuffixIndex.open(datastore.folder)
+        if options.k and head.network(NEIGHBORS) is None:
+            raise InputError(f"--k {options.k}: {options.model} does not copy from neighbors; accepted is 0.")
         shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
         try:
             indexes = open_parts(whole, parts, work, say_part)
