@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say
 from indexing.store.datastore import Datastore
-from retro.batch.loss import TokenLosses
+from retro.batch.loss import Evidence, TokenLosses
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.copying.head import STEP, CopyHead
 from retro.copying.network_file import write_networks
@@ -58,9 +58,9 @@ def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budg
 
 def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
     """Some of the tokens, without some of their sources."""
-    evidence = tokens.evidence[:, rows]
+    votes, best = (part[:, rows] for part in tokens.evidence)
     kept = torch.rand(1, len(rows), len(NAMES), 1, 1) >= left_out
-    return TokensToFit(TokenLosses(*(part[:, rows] for part in tokens.vocabulary)), evidence * kept)
+    return TokensToFit(TokenLosses(*(part[:, rows] for part in tokens.vocabulary)), Evidence(votes * kept, best))
 
 
 def fit(head: CopyHead, fitted: TokensToFit, checked: TokensToFit, steps: int) -> float:

@@ -168,8 +168,8 @@ def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarr
 
 def interpolated(inputs: Inputs, losses: torch.Tensor) -> tuple[np.ndarray, ...]:
     """What `infini_gram` needs of one batch, for the labels that are not ignored: of the longest match."""
-    evidence = DatastoreVotes.of(inputs.votes).evidence(inputs.labels)[:, :, 1:]  # nothing votes at length 0
-    size, agree, right, _ = evidence.unbind(-1)  # [B, T, L - 1]
+    votes, _ = DatastoreVotes.of(inputs.votes).evidence(inputs.labels)
+    size, agree, right, _ = votes[:, :, 1:].unbind(-1)  # [B, T, L - 1]
     longest = ((size > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     agree, right = (values.gather(-1, longest)[..., 0] for values in (agree, right))
     values = (-losses).exp(), right, agree == 1, size[..., 0] > 0

@@ -56,11 +56,12 @@ def nats_of(model: LanguageModel, head: CopyHead, tokens: np.ndarray) -> list[fl
     inputs = Inputs(torch.from_numpy(tokens[None, :-1]), labels=torch.from_numpy(tokens[None, 1:]))
     with model.placement.autocast():
         hidden, _ = model.model.hidden(inputs)
-        vocabulary = TokenLosses(*(part.float() for part in model.model.vocabulary_losses(hidden, inputs.labels)))
-    evidence = head.evidence(head.sources(inputs), inputs.labels)
+        evidence = head.evidence(head.sources(inputs), inputs.labels)
+        losses = model.model.vocabulary_losses(hidden, inputs.labels, evidence.best)
+        vocabulary = TokenLosses(*(part.float() for part in losses))
     switched, _ = head.trusted_losses(vocabulary, evidence, inputs)
-    losses = vocabulary.nats, head.losses(vocabulary, inputs.labels, evidence), switched
-    return [float(part.double().sum()) for part in losses]
+    ways = vocabulary.nats, head.losses(vocabulary, inputs.labels, evidence), switched
+    return [float(part.double().sum()) for part in ways]
 
 
 def run(model: LanguageModel, path: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A copy head for the next tokens of rows: `CopyHead.mix` as compiled loops.
 
-    log-probability of the likeliest token, evidence, trust ─► log-odds ─► shares ─┬─► log of what the vocabulary keeps
+    log-probabilities of some tokens, evidence, trust ─► log-odds ─► shares ─┬─► log of what the vocabulary keeps
                                                        candidates of the sources ─┴─► their log-probabilities
 
 A generated token needs about a thousand multiplications for each network. As operations of torch they would be a
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from indexing.machine import compiled
-from retro.copying.head import ALL_AGREE, STEP, WIDTH, CopyHead, num_features
+from retro.copying.head import ALL_AGREE, OF_BEST, STEP, WIDTH, CopyHead, num_features
 from retro.copying.matches import MATCH_LENGTHS
 
 
@@ -38,14 +38,16 @@ class CompiledHead:
 
     def __init__(self, head: CopyHead) -> None:
         count = len(head.known)
-        inner = np.zeros((count, num_features(count), WIDTH), np.float32)
+        first = num_features(count)  # of the features of the best candidates
+        inner = np.zeros((count, first + OF_BEST * count, WIDTH), np.float32)
         inner_bias = np.zeros((count, WIDTH), np.float32)
         outer = np.zeros((count, len(MATCH_LENGTHS), WIDTH), np.float32)
         outer_bias = np.zeros((count, len(MATCH_LENGTHS)), np.float32)
         for number, network in enumerate(map(head.network, head.known)):
             if network is not None:
-                read = _array(network.inner).T  # the first features
-                inner[number, : len(read)], inner_bias[number] = read, _array(network.inner_bias)
+                read, read_best = _array(network.inner).T, _array(network.inner_best).T  # of the first sources
+                inner[number, : len(read)], inner[number, first : first + len(read_best)] = read, read_best
+                inner_bias[number] = _array(network.inner_bias)
                 outer[number], outer_bias[number] = STEP * _array(network.outer), STEP * _array(network.outer_bias)
         self._networks, self._moves = (inner, inner_bias, outer, outer_bias), np.array(head.moves)
         self._of_retrieval = np.array([source.of_retrieval for source in head.known])
@@ -53,19 +55,27 @@ class CompiledHead:
         self._copied = np.zeros(0)  # of each token id; zeros between calls
 
     def shares(
-        self, log_top: np.ndarray, evidence: np.ndarray, trust: np.ndarray, copy_strength: np.ndarray
+        self,
+        log_top: np.ndarray,
+        log_best: np.ndarray,
+        votes: np.ndarray,
+        trust: np.ndarray,
+        copy_strength: np.ndarray,
     ) -> LastShares:
         """Compute the shares of the next tokens of N rows.
 
         Args:
             log_top: log-probability of the vocabulary's likeliest token, float32 [N].
-            evidence: of the sources, float32 [N, C, L, 4].
+            log_best: log-probability of the best candidate of each source, float32 [N, C].
+            votes: of the sources, float32 [N, C, L, 4].
             trust: in each expert, float32 [N, S].
             copy_strength: factor of the odds of sources that retrieval OFF removes, float32 [N].
         """
-        odds, shares, log_kept = np.empty(evidence.shape[:3]), np.zeros(evidence.shape[:3]), np.empty(len(evidence))
-        compiled(_find_odds)(*self._networks, ALL_AGREE, log_top, evidence, copy_strength, self._of_retrieval, odds)
-        compiled(_find_shares)(odds, self._moves, self._switched, trust, evidence, shares, log_kept)
+        odds, shares, log_kept = np.empty(votes.shape[:3]), np.zeros(votes.shape[:3]), np.empty(len(votes))
+        compiled(_find_odds)(
+            *self._networks, ALL_AGREE, log_top, log_best, votes, copy_strength, self._of_retrieval, odds
+        )
+        compiled(_find_shares)(odds, self._moves, self._switched, trust, votes, shares, log_kept)
         return LastShares(log_kept.astype(np.float32), shares)
 
     def log_probabilities(
@@ -101,7 +111,8 @@ def _find_odds(
     outer_bias: np.ndarray,
     all_agree: float,
     log_top: np.ndarray,
-    evidence: np.ndarray,
+    log_best: np.ndarray,
+    votes: np.ndarray,
     copy_strength: np.ndarray,
     of_retrieval: np.ndarray,
     odds: np.ndarray,
@@ -113,14 +124,20 @@ def _find_odds(
     for row in range(num_rows):
         features[0], features[1] = 2 * math.exp(log_top[row]) - 1, max(log_top[row], -4.0) / 2 + 1
         for source in range(num_sources):
+            at, log_p = 2 + 4 * num_sources * num_lengths + 3 * source, log_best[row, source]
+            if votes[row, source, :, 0].max() > 0:
+                features[at], features[at + 1] = math.exp(log_p), max(log_p, -16.0) / 8 + 1
+                features[at + 2] = 1.0 if log_p >= log_top[row] else 0.0
+            else:
+                features[at : at + 3] = 0
             for length in range(num_lengths):
                 at = 2 + 4 * (source * num_lengths + length)
-                size, agree = evidence[row, source, length, 0], evidence[row, source, length, 1]
+                size, agree = votes[row, source, length, 0], votes[row, source, length, 1]
                 features[at], features[at + 1] = min(size, 1.0), size / 4
                 features[at + 2], features[at + 3] = agree, 1.0 if agree > all_agree else 0.0
         for source in range(num_sources):
             strength = copy_strength[row] if of_retrieval[source] else 1.0
-            if strength == 0 or evidence[row, source, :, 0].max() == 0:
+            if strength == 0 or votes[row, source, :, 0].max() == 0:
                 continue
             hidden[:] = inner_bias[source]
             for at in range(len(features)):
@@ -130,7 +147,7 @@ def _find_odds(
             for unit in range(len(hidden)):
                 hidden[unit] *= 0.5 * (1 + math.erf(hidden[unit] / math.sqrt(2.0)))
             for length in range(num_lengths):
-                if evidence[row, source, length, 0] > 0:
+                if votes[row, source, length, 0] > 0:
                     odds[row, source, length] = outer_bias[source, length] + math.log(strength)
                     for unit in range(len(hidden)):
                         odds[row, source, length] += outer[source, length, unit] * hidden[unit]
@@ -141,7 +158,7 @@ def _find_shares(
     moves: np.ndarray,
     switched: np.ndarray,
     trust: np.ndarray,
-    evidence: np.ndarray,
+    votes: np.ndarray,
     shares: np.ndarray,
     log_kept: np.ndarray,
 ) -> None:
@@ -166,7 +183,7 @@ def _find_shares(
             shares[row] += part * moved
         for source in range(num_sources):
             for length in range(num_lengths):
-                kept += shares[row, source, length] * (1 - evidence[row, source, length, 3])
+                kept += shares[row, source, length] * (1 - votes[row, source, length, 3])
         log_kept[row] = math.log(kept)
 
 

@@ -17,7 +17,7 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES
 from retro.batch.inputs import Inputs
 from retro.copying.matches import MATCH_LENGTHS
 from retro.copying.source import CopySource, StepTexts, put
-from retro.copying.votes import Evidence
+from retro.copying.votes import LengthVotes
 
 
 class DatastoreVotes(NamedTuple):
@@ -25,7 +25,7 @@ class DatastoreVotes(NamedTuple):
 
     Attributes:
         tokens: int64 [B, T, S].
-        sizes: as in `Evidence` for each of `LENGTHS`, rounded down, float32 [B, T, L - 1].
+        sizes: as in `LengthVotes` for each of `LENGTHS`, rounded down, float32 [B, T, L - 1].
         shares: of the votes for these tokens, float32 [B, T, L - 1, S].
     """
 
@@ -39,11 +39,14 @@ class DatastoreVotes(NamedTuple):
         of_lengths = votes[..., 1 + KEPT :].unflatten(-1, (len(LENGTHS), 1 + KEPT)).float()
         return cls(votes[..., 1 : 1 + KEPT].contiguous(), of_lengths[..., 0], of_lengths[..., 1:] / SHARES)
 
-    def evidence(self, labels: Tensor) -> Tensor:
+    def evidence(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Votes`."""
         right = (self.shares * (self.tokens == labels[..., None])[..., None, :]).sum(-1)
-        found = Evidence(self.sizes, self.shares.amax(-1), right, self.shares.sum(-1)).stacked()
-        return F.pad(found, (0, 0, 1, 0))  # nothing votes at length 0
+        votes = LengthVotes(self.sizes, self.shares.amax(-1), right, self.shares.sum(-1)).stacked()
+        longest = ((self.sizes > 0).sum(-1) - 1).clamp(min=0)  # votes at a length are among those of all shorter ones
+        of_longest = self.shares.gather(2, longest[..., None, None].expand(*longest.shape, 1, KEPT))[:, :, 0]
+        best = self.tokens.gather(2, of_longest.argmax(-1, keepdim=True))[..., 0]
+        return F.pad(votes, (0, 0, 1, 0)), best  # nothing votes at length 0
 
     def candidates(self, shares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """See `Votes`."""
@@ -61,11 +64,12 @@ class RowVotes(NamedTuple):
     columns: np.ndarray
     device: torch.device
 
-    def evidence(self) -> np.ndarray:
+    def evidence(self) -> tuple[np.ndarray, np.ndarray]:
         """See `VotesOfRows`."""
-        evidence = np.zeros((len(self.columns), len(MATCH_LENGTHS), 4), np.float32)
-        compiled(_read_votes)(self.columns, SHARES, evidence)
-        return evidence
+        votes = np.zeros((len(self.columns), len(MATCH_LENGTHS), 4), np.float32)
+        best = np.zeros(len(self.columns), np.int64)
+        compiled(_read_votes)(self.columns, SHARES, votes, best)
+        return votes, best
 
     def candidates(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `VotesOfRows`."""
@@ -78,14 +82,16 @@ class RowVotes(NamedTuple):
         return DatastoreVotes.of(put(self.columns[indices][:, None], self.device))
 
 
-def _read_votes(votes: np.ndarray, whole: int, evidence: np.ndarray) -> None:
-    """Write the evidence [N, L, 4]. `whole` is the sum of the shares of votes at a length."""
+def _read_votes(votes: np.ndarray, whole: int, evidence: np.ndarray, best: np.ndarray) -> None:
+    """Write the evidence [N, L, 4] and the best candidates [N]. `whole` is the sum of the shares of votes at a length."""
     num_lengths, num_kept = evidence.shape[1], votes.shape[1] // (evidence.shape[1] - 1) - 1
     for row in range(len(votes)):
         for length in range(1, num_lengths):  # nothing votes at length 0
             first, most, known = 1 + num_kept + (length - 1) * (1 + num_kept), 0, 0
             for place in range(first + 1, first + 1 + num_kept):
-                most = max(most, votes[row, place])
+                if votes[row, place] > most:  # of the longest length that has votes: it comes last
+                    best[row] = votes[row, place - first]
+                    most = votes[row, place]
                 known += votes[row, place]
             evidence[row, length, 0] = votes[row, first]
             evidence[row, length, 1] = most / whole

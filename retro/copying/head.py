@@ -9,12 +9,13 @@ each of `MATCH_LENGTHS`: at a length vote the positions at which as many of the 
 were read.
 
 The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there
-are and whether they agree, for every source and length, and how sure the vocabulary is. It reads no activations, so it
-fits any model: it begins with weights that were fitted to other text (`weights.safetensors`). Not in the paper of
+are and whether they agree, for every source and length, how sure the vocabulary is, and what it gives the token that
+follows the longest match of each source (the best candidate). It reads no activations, so it fits any model: it begins with weights that were fitted to other text (`weights.safetensors`). Not in the paper of
 RETRO.
 
     tokens, neighbors, votes ─ counts by length ─ evidence ─┬─ networks ─ shares ─┐
-    logits ─ probability of the likeliest token ────────────┘                     ├─ mixture ─ loss
+    logits ─ probabilities of the likeliest token ──────────┘                     ├─ mixture ─ loss
+             and of the best candidates                                           │
     logits ─ losses of the labels ────────────────────────────────────────────────┘
 
 Counts are exact and need no gradient. Retrieval OFF removes the terms of neighbors and datastore: the other shares stay
@@ -28,14 +29,14 @@ texts with S positions each and Q queries.
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retro.batch.inputs import Inputs
-from retro.batch.loss import IGNORED_LABEL, TokenLosses, mixed_losses
+from retro.batch.loss import IGNORED_LABEL, Evidence, TokenLosses, mixed_losses
 from retro.batch.masks import document_starts
 from retro.copying.matches import MATCH_LENGTHS
 from retro.copying.neighbors import NEIGHBORS
@@ -78,24 +79,36 @@ def num_features(num_sources: int) -> int:
     return 2 + 4 * num_sources * len(MATCH_LENGTHS)
 
 
+OF_BEST = 3
+"""Features of the best candidate of a source."""
+
+
 class SourceNetwork(nn.Module):
     """The network of one source: features to the log-odds of its lengths against the vocabulary.
 
     Each source has its own, so that one can be added or trained while the others, and retrieval OFF, stay as they are.
     """
 
-    def __init__(self, num_features: int) -> None:
+    def __init__(self, num_sources: int) -> None:
+        """A network that reads the features of some sources (`CopySource.reads`)."""
         super().__init__()
-        self.inner = nn.Parameter(torch.zeros(WIDTH, num_features))
+        self.inner = nn.Parameter(torch.zeros(WIDTH, num_features(num_sources)))
+        self.inner_best = nn.Parameter(torch.zeros(WIDTH, OF_BEST * num_sources))
         self.inner_bias = nn.Parameter(torch.zeros(WIDTH))
         self.outer = nn.Parameter(torch.zeros(len(MATCH_LENGTHS), WIDTH))
         self.outer_bias = nn.Parameter(torch.zeros(len(MATCH_LENGTHS)))
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Log-odds [..., L] from features, float32 [..., features], of which it reads the first
-        (`CopySource.reads`)."""
-        read = features[..., : self.inner.shape[1]]
-        return STEP * F.linear(F.gelu(F.linear(read, self.inner, self.inner_bias)), self.outer, self.outer_bias)
+    def forward(self, features: Tensor, of_best: Tensor) -> Tensor:
+        """Log-odds [..., L] from features, float32 [..., features], and those of the best candidates, float32
+        [..., `OF_BEST` C]. It reads the first ones."""
+        hidden = F.linear(features[..., : self.inner.shape[1]], self.inner, self.inner_bias)
+        hidden = hidden + F.linear(of_best[..., : self.inner_best.shape[1]], self.inner_best)
+        return STEP * F.linear(F.gelu(hidden), self.outer, self.outer_bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
+        """Networks of earlier versions do not read the best candidates."""
+        state_dict.setdefault(f"{prefix}inner_best", torch.zeros_like(self.inner_best))
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 class Origins(NamedTuple):
@@ -134,7 +147,7 @@ class CopyHead(nn.Module):
         super().__init__()
         self.known, self.chunk_length = known, chunk_length
         for source in known:
-            network = SourceNetwork(num_features(source.reads)) if source.name in names else None
+            network = SourceNetwork(source.reads) if source.name in names else None
             setattr(self, source.name, network)
         own = any(source.switched and not source.of_retrieval for source in known if source.name in names)
         self.switch = ALL_SOURCES if own else RETRIEVAL
@@ -170,15 +183,14 @@ class CopyHead(nn.Module):
         """The votes of all sources by name; empty if there is nothing to copy from."""
         return {source.name: source.of_batch(inputs, self.chunk_length) for source in self.present(inputs)}
 
-    def evidence(self, sources: dict[str, Votes], labels: Tensor) -> Tensor:
-        """`Evidence` of the sources about labels [B, T]: float32 [B, T, C, L, 4]; 0 for an absent source. Without
-        gradients."""
-        absent = torch.zeros(*labels.shape, len(MATCH_LENGTHS), 4, device=labels.device)
+    def evidence(self, sources: dict[str, Votes], labels: Tensor) -> Evidence:
+        """What the sources say about labels [B, T]."""
+        absent = torch.zeros(*labels.shape, len(MATCH_LENGTHS), 4, device=labels.device), torch.zeros_like(labels)
         with torch.no_grad():
             found = [
                 sources[source.name].evidence(labels) if source.name in sources else absent for source in self.known
             ]
-        return torch.stack(found, 2)
+        return Evidence(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
     def learns_trust(self, inputs: Inputs) -> bool:
         """Whether a text must earn trust in copying: outside of training, if it can copy from a source that the switch
@@ -187,27 +199,32 @@ class CopyHead(nn.Module):
 
     # --- shares -------------------------------------------------------------------------------------------------------
 
-    def log_odds(self, log_top: Tensor, evidence: Tensor) -> Tensor:
+    def log_odds(self, log_top: Tensor, log_best: Tensor, votes: Tensor) -> Tensor:
         """Log-odds of the sources and lengths against the vocabulary, float32 [B, T, C L]; -inf where nothing votes.
 
         Args:
             log_top: log-probability of the vocabulary's likeliest token, float32 [B, T].
-            evidence: from `evidence`.
+            log_best: log-probability of the best candidate of each source, float32 [B, T, C].
+            votes: from `evidence`.
         """
-        size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, C, L]; a size is 0, or 1 and more
+        size, agree = votes[..., 0], votes[..., 1]  # [B, T, C, L]; a size is 0, or 1 and more
         # Four numbers between 0 and about 1 for each source and length: are there votes, how many (a logarithm: 100
         # votes are not ten times as certain as 10), do they agree, and do all of them agree.
-        votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
+        by_length = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
         # A sure vocabulary keeps its share. As a probability and as a logarithm: the first tells .9 from .99, the
         # second .01 from .1.
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
-        features = torch.cat((sure, votes), -1)  # [B, T, features]
+        features = torch.cat((sure, by_length), -1)  # [B, T, features]
+        # What the vocabulary gives each best candidate, and whether it is its likeliest token too.
+        is_top = (log_best >= log_top[..., None]).float()
+        of_best = torch.stack((log_best.exp(), log_best.clamp(min=-16.0) / 8 + 1, is_top), -1)  # [B, T, C, 3]
+        of_best = of_best.where((size > 0).any(-1, keepdim=True), 0.0).flatten(2)
         absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))  # its size is 0, so it is masked below
         networks = map(self.network, self.known)
-        odds = [absent if network is None else network(features) for network in networks]
+        odds = [absent if network is None else network(features, of_best) for network in networks]
         return torch.stack(odds, 2).masked_fill(size == 0, -torch.inf).flatten(2)
 
-    def losses(self, vocabulary: TokenLosses, labels: Tensor, evidence: Tensor) -> Tensor:
+    def losses(self, vocabulary: TokenLosses, labels: Tensor, evidence: Evidence) -> Tensor:
         """Losses of labels [B, T] with the shares as they are, float32 [B, T]; 0 for ignored labels.
 
         Args:
@@ -216,10 +233,14 @@ class CopyHead(nn.Module):
             evidence: from `evidence`.
         """
         with torch.autocast(labels.device.type, enabled=False):
-            shares = _shares(self.log_odds(vocabulary.log_top, evidence))
-            return _mixed(vocabulary.nats, shares, evidence).masked_fill(labels == IGNORED_LABEL, 0.0)
+            shares = _shares(self._odds(vocabulary, evidence))
+            return _mixed(vocabulary.nats, shares, evidence.votes).masked_fill(labels == IGNORED_LABEL, 0.0)
 
-    def trusted_losses(self, vocabulary: TokenLosses, evidence: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def _odds(self, vocabulary: TokenLosses, evidence: Evidence) -> Tensor:
+        """Log-odds [B, T, C L] of all tokens."""
+        return self.log_odds(vocabulary.log_top, vocabulary.log_best, evidence.votes)
+
+    def trusted_losses(self, vocabulary: TokenLosses, evidence: Evidence, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Losses with the trust that the text before each token earned, and this trust [B, T, S] (`switch.py`).
 
         Args:
@@ -230,12 +251,12 @@ class CopyHead(nn.Module):
         starts = None
         if inputs.documents is not None:
             starts = document_starts(inputs.documents, self.chunk_length, inputs.tokens.shape[1])
-        with torch.autocast(evidence.device.type, enabled=False):
-            odds = self.log_odds(vocabulary.log_top, evidence)
-            trust = trust_of(self._log_p(odds, vocabulary, evidence), self.switch, starts)
-            return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence), trust
+        with torch.autocast(evidence.votes.device.type, enabled=False):
+            odds = self._odds(vocabulary, evidence)
+            trust = trust_of(self._log_p(odds, vocabulary, evidence.votes), self.switch, starts)
+            return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence.votes), trust
 
-    def trust_after(self, vocabulary: TokenLosses, evidence: Tensor, earns: Tensor) -> Tensor:
+    def trust_after(self, vocabulary: TokenLosses, evidence: Evidence, earns: Tensor) -> Tensor:
         """Trust [S] after one text, earned by some of its tokens.
 
         Args:
@@ -243,29 +264,29 @@ class CopyHead(nn.Module):
             evidence: about these tokens, from `evidence`.
             earns: numbers of the tokens whose following token earns trust, int64 [n].
         """
-        with torch.autocast(evidence.device.type, enabled=False):
-            log_p = self._log_p(self.log_odds(vocabulary.log_top, evidence), vocabulary, evidence)
+        with torch.autocast(evidence.votes.device.type, enabled=False):
+            log_p = self._log_p(self._odds(vocabulary, evidence), vocabulary, evidence.votes)
             # `trust_of` does not use the last row.
             return trust_of(F.pad(log_p[:, earns], (0, 0, 0, 1)), self.switch)[0, -1]
 
-    def _log_p(self, odds: Tensor, vocabulary: TokenLosses, evidence: Tensor) -> Tensor:
+    def _log_p(self, odds: Tensor, vocabulary: TokenLosses, votes: Tensor) -> Tensor:
         """Log-probabilities of the labels with each expert, [B, T, S]: these decide how far it is trusted after them."""
-        each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_expert(odds).unbind(-1)]
+        each = [_mixed(vocabulary.nats, shares, votes) for shares in self._by_expert(odds).unbind(-1)]
         return -torch.stack(each, -1)
 
     def losses_with(
-        self, vocabulary: TokenLosses, evidence: Tensor, trust: Tensor, copy_strength: Tensor | None = None
+        self, vocabulary: TokenLosses, evidence: Evidence, trust: Tensor, copy_strength: Tensor | None = None
     ) -> Tensor:
         """Losses with a given trust [B, T, S], see `trusted_losses` and `mix`."""
-        with torch.autocast(evidence.device.type, enabled=False):
-            odds = self.log_odds(vocabulary.log_top, evidence)
-            return _mixed(vocabulary.nats, self._trusted(odds, trust, copy_strength), evidence)
+        with torch.autocast(evidence.votes.device.type, enabled=False):
+            odds = self._odds(vocabulary, evidence)
+            return _mixed(vocabulary.nats, self._trusted(odds, trust, copy_strength), evidence.votes)
 
     def mix(
         self,
         logits: Tensor,
         sources: dict[str, Votes],
-        evidence: Tensor,
+        evidence: Evidence,
         tokens: slice = slice(None),
         trust: Tensor | None = None,
         copy_strength: Tensor | None = None,
@@ -283,17 +304,18 @@ class CopyHead(nn.Module):
         """
         with torch.autocast(logits.device.type, enabled=False):
             log_p = logits.float().log_softmax(-1)
-            log_top = log_p.new_zeros(evidence.shape[:2])
+            votes, best = evidence
+            log_top, log_best = log_p.new_zeros(best.shape[:2]), log_p.new_zeros(best.shape)
             log_top[:, tokens] = log_p.detach().amax(-1)  # as in training, the gates do not train the vocabulary
-            shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
+            log_best[:, tokens] = log_p.detach().gather(-1, best[:, tokens])
+            shares = self._trusted(self.log_odds(log_top, log_best, votes), trust, copy_strength)
             by_source = shares[..., 1:].exp().unflatten(-1, (len(self.known), len(MATCH_LENGTHS)))
-            kept, found = _kept(shares, evidence)[:, tokens, None], list[tuple[Tensor, Tensor]]()
+            kept, found = _kept(shares, votes)[:, tokens, None], list[tuple[Tensor, Tensor]]()
             # Logits of a whole batch are large: in place, unless autograd needs them.
             mixed = log_p + kept if log_p.requires_grad or kept.requires_grad else log_p.add_(kept)
             for number, source in enumerate(self.known):
                 if source.name in sources:
-                    votes = sources[source.name]
-                    candidates = votes.candidates(by_source[:, :, number], evidence[:, :, number, :, 0])
+                    candidates = sources[source.name].candidates(by_source[:, :, number], votes[:, :, number, :, 0])
                     found.append((candidates[0][:, tokens], candidates[1][:, tokens]))
             return _with_copied(mixed, *(torch.cat(parts, 2) for parts in zip(*found, strict=True))) if found else mixed
 
@@ -327,6 +349,7 @@ class CopyHead(nn.Module):
     def origins(
         self,
         log_top: Tensor,
+        log_best: Tensor,
         labels: Tensor,
         losses: Tensor,
         sources: dict[str, Votes],
@@ -338,6 +361,7 @@ class CopyHead(nn.Module):
 
         Args:
             log_top: see `log_odds`.
+            log_best: see `log_odds`.
             labels: int64 [B, T]; nothing votes for `IGNORED_LABEL`.
             losses: of the labels in nats, float32 [B, T].
             sources: from `sources`.
@@ -346,19 +370,21 @@ class CopyHead(nn.Module):
             copy_strength: see `mix`.
         """
         none = torch.full_like(labels, -1)
+        if not sources:
+            return Origins(losses.new_zeros(*losses.shape, len(self.known)), none, none, none)
         with torch.autocast(losses.device.type, enabled=False):
-            evidence = self.evidence(sources, labels)
-            shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)[..., 1:]
+            votes = self.evidence(sources, labels).votes
+            shares = self._trusted(self.log_odds(log_top, log_best, votes), trust, copy_strength)[..., 1:]
             # Shares times votes over the probability of the label, exp(-loss). Rounded, it can exceed 1.
             parts = shares.unflatten(-1, (len(self.known), len(MATCH_LENGTHS))) + losses.float()[..., None, None]
-            copied = (parts.exp() * evidence[..., 2]).sum(-1).clamp(max=1.0)  # [B, T, C]
+            copied = (parts.exp() * votes[..., 2]).sum(-1).clamp(max=1.0)  # [B, T, C]
         source = sources.get(NEIGHBORS.name)
         if source is None:
             return Origins(copied, none, none, none)
         assert isinstance(source, SourceMatches)
         matches = source.matches
-        votes = (matches.following[:, None] == source.split(labels)[..., None]) & (matches.lengths >= MATCH_LENGTHS[0])
-        lengths, best = matches.lengths.masked_fill(~votes, -1).long().max(2)
+        right = (matches.following[:, None] == source.split(labels)[..., None]) & (matches.lengths >= MATCH_LENGTHS[0])
+        lengths, best = matches.lengths.masked_fill(~right, -1).long().max(2)
         num_tokens = labels.shape[1]
         lengths, best = source.join(lengths, num_tokens, fill=-1), source.join(best, num_tokens, fill=-1)
         best = best.masked_fill(lengths < 0, -1)
@@ -378,11 +404,11 @@ def _shares(odds: Tensor) -> Tensor:
     return F.pad(odds, (1, 0)).log_softmax(-1)
 
 
-def _kept(shares: Tensor, evidence: Tensor) -> Tensor:
+def _kept(shares: Tensor, votes: Tensor) -> Tensor:
     """Log of what the vocabulary keeps, [B, T]: its own share, and that of votes for tokens that are not known."""
     # The datastore names the tokens of most votes, not of all. What is left of a share cannot be copied, so the
     # vocabulary gets it: the mixture stays a distribution.
-    unknown = (shares[..., 1:].exp() * (1 - evidence[..., 3].flatten(2))).sum(-1)
+    unknown = (shares[..., 1:].exp() * (1 - votes[..., 3].flatten(2))).sum(-1)
     return torch.logaddexp(shares[..., 0], unknown.clamp(min=_TINY).log())
 
 
@@ -404,7 +430,7 @@ def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
     return log_p.scatter(2, following, values.detach() + (values - values.detach()) / times)
 
 
-def _mixed(nats: Tensor, shares: Tensor, evidence: Tensor) -> Tensor:
+def _mixed(nats: Tensor, shares: Tensor, votes: Tensor) -> Tensor:
     """Losses [B, T] of the mixture from those of the vocabulary [B, T] and logs of shares [B, T, 1 + C L]."""
-    copied = (shares[..., 1:].exp() * evidence[..., 2].flatten(2)).sum(-1)
-    return mixed_losses(nats, _kept(shares, evidence), copied)
+    copied = (shares[..., 1:].exp() * votes[..., 2].flatten(2)).sum(-1)
+    return mixed_losses(nats, _kept(shares, votes), copied)

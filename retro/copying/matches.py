@@ -99,13 +99,15 @@ class Counts(NamedTuple):
     Attributes:
         all: all of them.
         right: those that vote for the label.
-        agree: those that vote for the token that follows the longest match; of several such tokens that with the
-            largest id.
+        agree: those that vote for the best candidate.
+        best: the token that follows the longest match; of several such tokens that with the largest id: int64
+            [N, Q]. Any token where no position can be read.
     """
 
     all: Tensor
     right: Tensor
     agree: Tensor
+    best: Tensor
 
 
 def levels(matches: Matches) -> Tensor:
@@ -117,7 +119,7 @@ def levels(matches: Matches) -> Tensor:
 
 
 _COLUMNS = 4 * (1 + len(MATCH_LENGTHS))
-"""Columns of `_counted`: four for each number of reached lengths, 0 to L."""
+"""Columns of counts of `_counted`: four for each number of reached lengths, 0 to L."""
 _BLOCK = 1 << 24
 """Positions that are counted at a time on a GPU, in 0.5 GB."""
 
@@ -125,26 +127,26 @@ _BLOCK = 1 << 24
 def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
     """Count the positions that vote, for labels [N, Q]. Counts need no gradient, and little memory."""
     counted = torch.ops.retro.count_votes if labels.device.type == "cuda" else _counted
-    counts = (
-        counted(*matches, labels)[..., 4:].unflatten(2, (-1, 4)).float()
-    )  # [N, Q, L, 4]; not those that reach no length
+    found = counted(*matches, labels)
+    counts = found[..., 4:_COLUMNS].unflatten(2, (-1, 4)).float()  # [N, Q, L, 4]; not those that reach no length
     # A position that reaches a length reaches all shorter ones: add up from the longest.
     neither, agrees, right, both = counts.flip(2).cumsum(2).flip(2).unbind(3)
-    return Counts(neither + agrees + right + both, right + both, agrees + both)
+    return Counts(neither + agrees + right + both, right + both, agrees + both, found[..., _COLUMNS].long())
 
 
 def _counted(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
-    """Positions of each query by column, int32 [N, Q, 4 + 4 L]: 4 reached lengths + 2 votes for the label + 1
-    agrees."""
+    """Positions of each query by column, int32 [N, Q, 4 + 4 L + 1]: 4 reached lengths + 2 votes for the label + 1
+    agrees. The last column is `Counts.best`."""
     following = following[:, None]
     # One maximum finds the longest match and, among equal ones, the largest token: length and token are the upper and
     # lower 32 bits of a key. So the result does not depend on the order of neighbors.
-    best = ((lengths.long() << 32) + following).amax(2, keepdim=True)
-    agree = following == best & (1 << 32) - 1
+    longest = ((lengths.long() << 32) + following).amax(2, keepdim=True)
+    best = longest & (1 << 32) - 1
+    agree = following == best
     column = (4 * levels(Matches(lengths, following)) + 2 * (following == labels[..., None]) + agree).long()
     one = torch.ones((), dtype=torch.int32, device=column.device)
     counts = torch.zeros(*column.shape[:2], _COLUMNS, dtype=torch.int32, device=column.device)
-    return counts.scatter_add(2, column, one.expand_as(column))
+    return torch.cat((counts.scatter_add(2, column, one.expand_as(column)), best.int()), 2)
 
 
 # Opaque to torch.compile: Inductor puts it into one kernel, which writes the columns in a first loop and reads them in
@@ -164,4 +166,4 @@ def _(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
 @torch.library.register_fake("retro::count_votes")
 def _(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
     """The shape of the result, which torch.compile needs."""
-    return labels.new_empty((*labels.shape, _COLUMNS), dtype=torch.int32)
+    return labels.new_empty((*labels.shape, _COLUMNS + 1), dtype=torch.int32)

@@ -23,6 +23,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import parse_json, write_bytes
 
 FORMAT = "networks of a copy head, version 2"
+ADDED = ".inner_best"
+"""End of the name of parameters that files of earlier versions lack: 0 there."""
 ACCEPTED = (
     "Accepted is a safetensors file with networks, which `retro add-retrieval MODEL --datastore DATASTORE --output FILE.safetensors` "
     "writes for a model of transformers."
@@ -93,7 +95,8 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
     if unknown:
         raise InputError(f"{file}: {unknown[0]} is no parameter; the parameters are {', '.join(shapes)}. {ACCEPTED}")
     networks = {name.partition(".")[0] for name in weights}
-    missing = [name for name in shapes if name.partition(".")[0] in networks and name not in weights]
+    of_file = {name: shape for name, shape in shapes.items() if name.partition(".")[0] in networks}
+    missing = [name for name in of_file if name not in weights and not name.endswith(ADDED)]
     if missing or not networks:
         raise InputError(f"{file}: {missing[0] if missing else 'every network'} is missing. {ACCEPTED}")
     for name, tensor in weights.items():
@@ -103,7 +106,7 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
     known = head.pop("fingerprint", None)
     if known != _fingerprint(head, weights):
         raise InputError(f"{file} has changed since it was written (fingerprint). {ACCEPTED}")
-    return NetworkFile(head, known, weights)
+    return NetworkFile(head, known, {name: weights.get(name, torch.zeros(shape)) for name, shape in of_file.items()})
 
 
 def _fingerprint(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:

@@ -22,8 +22,9 @@ from retro.copying.rows import Row, WholeDatastore
 class Votes(Protocol):
     """What a source says about the next tokens of a batch, for each of `MATCH_LENGTHS`."""
 
-    def evidence(self, labels: Tensor) -> Tensor:
-        """`Evidence` about labels [B, T], stacked: float32 [B, T, L, 4]."""
+    def evidence(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """`LengthVotes` about labels [B, T], stacked: float32 [B, T, L, 4]; and the best candidate, int64 [B, T]: a
+        token that follows the longest match, any token where nothing votes."""
 
     def candidates(self, shares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """What can follow each token, int64 [B, T, S], and its probability, float32 [B, T, S].
@@ -37,8 +38,9 @@ class Votes(Protocol):
 class VotesOfRows(Protocol):
     """What a source says about the next token of each of N rows: as `Votes`, on the host."""
 
-    def evidence(self) -> np.ndarray:
-        """`Evidence`, stacked: float32 [N, L, 4]. There are no labels, so `right` has no meaning."""
+    def evidence(self) -> tuple[np.ndarray, np.ndarray]:
+        """`LengthVotes`, stacked: float32 [N, L, 4], in which `right` has no meaning, since there are no labels; and the
+        best candidates, int64 [N]."""
 
     def candidates(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `Votes.candidates`: int64 [N, S] and float32 [N, S], from float64 [N, L] and float32 [N, L]."""

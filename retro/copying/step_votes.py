@@ -2,7 +2,7 @@
 from."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +21,15 @@ from retro.copying.rows import Row, WholeDatastore
 from retro.copying.source import CopySource, StepTexts, VotesOfRows, put
 from retro.copying.switch import KNOWN, faded
 
+Losses = Callable[[Tensor], TokenLosses]
+"""The best candidates int64 [1, t, C] of the sources after each token of a text → its losses [1, t]."""
+
 
 class _LastStep(NamedTuple):
     """What the copy head found for the last tokens of some rows."""
 
     log_top: Tensor  # [N]
+    log_best: Tensor  # [N, C]
     votes: dict[str, VotesOfRows]
     trust: np.ndarray  # [N, S]
     copy_strength: np.ndarray  # [N]
@@ -52,15 +56,21 @@ class StepVotes:
         histories = [history for row in rows for history in row.histories()]
         rows = [row for row in rows for _ in range(1 + len(row.draft))]  # N: one for each history
         votes = self._votes(StepTexts(rows, histories, self._datastore, self._head.chunk_length, self._device))
-        evidence = np.zeros((len(rows), len(self._head.known), len(MATCH_LENGTHS), 4), np.float32)
+        count = len(self._head.known)
+        evidence, best = (
+            np.zeros((len(rows), count, len(MATCH_LENGTHS), 4), np.float32),
+            np.zeros((len(rows), count), int),
+        )
         for name, of_source in votes.items():
-            evidence[:, self._head.index(name)] = of_source.evidence()
+            number = self._head.index(name)
+            evidence[:, number], best[:, number] = of_source.evidence()
         trust = self._trust_now(rows, histories)
         copy_strength = np.array([row.copy_strength for row in rows], np.float32)
         log_p = logits.float().log_softmax(-1)
-        log_top = log_p.amax(-1)
-        self._last = _LastStep(log_top, votes, trust, copy_strength)
-        shares = self._compiled.shares(log_top.cpu().numpy(), evidence, trust, copy_strength)
+        log_top, log_best = log_p.amax(-1), log_p.gather(1, put(best, self._device))
+        self._last = _LastStep(log_top, log_best, votes, trust, copy_strength)
+        read = torch.cat((log_top[:, None], log_best), 1).cpu().numpy()  # one copy from the device
+        shares = self._compiled.shares(read[:, 0], read[:, 1:], evidence, trust, copy_strength)
         log_kept = put(shares.log_kept, self._device)[:, None]
         self._retrieved = []
         if not votes:
@@ -122,31 +132,34 @@ class StepVotes:
         places = np.arange(len(row.tokens) - 1)
         return places[(places < start) | (places >= stop)]
 
-    def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
-        """Trust in each expert after the tokens of a row, from the losses [1, t] of the tokens after them, as
-        far as these earn trust."""
+    def trust(self, row: Row, losses_of: Losses) -> tuple[float, ...]:
+        """Trust in each expert after the tokens of a row, from the losses of the tokens after them, as far as these
+        earn trust."""
         inputs = self._inputs_of(row)
         if not self._head.learns_trust(inputs):
             return self._head.switch.start
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
-        earns = torch.from_numpy(self.earning(row))
-        return tuple(self._head.trust_after(vocabulary, evidence, earns.to(evidence.device)).tolist())
+        earns = put(self.earning(row), self._device)
+        return tuple(self._head.trust_after(losses_of(evidence.best), evidence, earns).tolist())
 
-    def copied_shares_of(self, row: Row, vocabulary: TokenLosses) -> Tensor:
+    def copied_shares_of(self, row: Row, losses_of: Losses) -> Tensor:
         """As `copied_shares`, for all next tokens of a text: float32 [t].
 
         Args:
             row: the text. Its trust counts after all tokens.
-            vocabulary: losses [1, t] of the tokens after its tokens.
+            losses_of: losses of the tokens after its tokens.
         """
         inputs, head = self._inputs_of(row), self._head
         sources, following = head.sources(inputs), inputs.following()
+        evidence = head.evidence(sources, following)
+        vocabulary = losses_of(evidence.best)
         histories = [row.tokens[: at + 1] for at in range(len(row.tokens))]
         trust = put(self._trust_now([row] * len(histories), histories)[None], self._device)  # [1, t, S]
         strength = torch.full((1, 1), row.copy_strength, device=self._device)
-        losses = head.losses_with(vocabulary, head.evidence(sources, following), trust, strength)
+        losses = head.losses_with(vocabulary, evidence, trust, strength)
         length = 0 if inputs.neighbors is None else inputs.neighbors.shape[-1]
-        origins = head.origins(vocabulary.log_top, following, losses, sources, length, trust, strength)
+        _, log_top, log_best = vocabulary
+        origins = head.origins(log_top, log_best, following, losses, sources, length, trust, strength)
         return sum((origins.of(source) for source in head.known if source.of_retrieval), losses.new_zeros(()))[0]
 
     def _inputs_of(self, row: Row) -> Inputs:
@@ -195,8 +208,9 @@ class StepVotes:
         votes = {name: of_source.of_rows(indices) for name, of_source in last.votes.items()}
         trust, copy_strength = (put(table[indices][:, None], device) for table in (last.trust, last.copy_strength))
         labels, losses = put(np.array(tokens)[:, None], device), put(-np.array(log_probabilities)[:, None], device)
-        log_top, length = last.log_top[indices][:, None], read.tokens.shape[1]
-        origins = head.origins(log_top, labels, losses, votes, length, trust, copy_strength)
+        log_top, log_best = (table[indices][:, None] for table in (last.log_top, last.log_best))
+        length = read.tokens.shape[1]
+        origins = head.origins(log_top, log_best, labels, losses, votes, length, trust, copy_strength)
         columns = (table[:, 0].tolist() for table in (origins.of(NEIGHBORS), origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None

@@ -62,11 +62,11 @@ class TransformersModel(CopyingModel):
         """As `CopyingModel.logits`."""
         return hidden
 
-    def vocabulary_losses(self, hidden: Tensor, labels: Tensor) -> TokenLosses:
+    def vocabulary_losses(self, hidden: Tensor, labels: Tensor, best: Tensor | None = None) -> TokenLosses:
         """As `CopyingModel.vocabulary_losses`."""
-        return losses_of_logits(hidden, labels)
+        return losses_of_logits(hidden, labels, best)
 
 
-def losses_of_logits(logits: Tensor, labels: Tensor) -> TokenLosses:
+def losses_of_logits(logits: Tensor, labels: Tensor, best: Tensor | None = None) -> TokenLosses:
     """`TokenLosses` of labels int64 [B, T] from logits [B, T, V], a block of rows at a time."""
-    return token_losses(logits, logits.new_empty(logits.shape[-1], 0), labels, lambda rows: rows)
+    return token_losses(logits, logits.new_empty(logits.shape[-1], 0), labels, best, lambda rows: rows)

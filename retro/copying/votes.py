@@ -15,7 +15,7 @@ from torch import Tensor
 from retro.copying.matches import Matches, Windows, counts_by_length, levels
 
 
-class Evidence(NamedTuple):
+class LengthVotes(NamedTuple):
     """What a source says about the next token, for each length: float32 [..., L] each. 0 where no position has such a
     match.
 
@@ -55,13 +55,13 @@ class SourceMatches(NamedTuple):
         """Values of queries to those of tokens."""
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
-    def evidence(self, labels: Tensor) -> Tensor:
+    def evidence(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `source.Votes`."""
         counts = counts_by_length(self.matches, self.split(labels))
         total = counts.all.clamp(min=1)
         has = (counts.all > 0).float()
-        evidence = Evidence((1 + total.log2()) * has, counts.agree / total, counts.right / total, has)
-        return self.join(evidence.stacked(), labels.shape[1])
+        votes = LengthVotes((1 + total.log2()) * has, counts.agree / total, counts.right / total, has)
+        return self.join(votes.stacked(), labels.shape[1]), self.join(counts.best, labels.shape[1])
 
     def candidates(self, shares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """See `source.Votes`."""
@@ -82,11 +82,11 @@ class RowMatches(NamedTuple):
 
     matches: Matches
 
-    def evidence(self) -> np.ndarray:
+    def evidence(self) -> tuple[np.ndarray, np.ndarray]:
         """See `source.VotesOfRows`."""
         any_label = self.matches.lengths.new_zeros((len(self.matches.lengths), 1), dtype=torch.int64)
-        evidence: np.ndarray = SourceMatches(self.matches).evidence(any_label)[:, 0].cpu().numpy()
-        return evidence
+        votes, best = SourceMatches(self.matches).evidence(any_label)
+        return votes[:, 0].cpu().numpy(), best[:, 0].cpu().numpy()
 
     def candidates(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `source.VotesOfRows`."""

@@ -259,7 +259,7 @@ def _pass(model: Retro, run: Pass, storages: Storages, compiled: bool, token_sha
             model,
             hidden[:, :num_tokens],
             inputs.labels[:, :num_tokens],
-            None if evidence is None else evidence[:, :num_tokens],
+            None if evidence is None else evidence.of((slice(None), slice(num_tokens))),
             routing,
             context,
             compiled=compiled,

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -22,7 +23,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
-from retro.copying.model import CopyingModel
+from retro.copying.model import CopyingModel, Read
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse, searching
 from retro.data.windows import ScoringWindow, document_windows, sampled_windows, scored_tokens, window_batches
@@ -177,28 +178,30 @@ class Evaluator:
         with _counted_by_layer(layers, int(scored.sum()), advance):
             inputs = [self.placement.put(as_tensors(batch)) for batch, _ in batches]
             started = time.perf_counter()
-            losses_of = self.token_losses_of or self._losses_after_reading(inputs)
+            losses_of = self._losses_of(inputs)
             reading = time.perf_counter() - started
-            for put, (_, seconds) in zip(inputs, batches, strict=True):
+            for losses_with, (_, seconds) in zip(losses_of, batches, strict=True):
                 started = time.perf_counter()
-                losses = losses_of(put).float().cpu().numpy()
+                losses = losses_with().float().cpu().numpy()
                 # The label at position t is token t + 1. The last position has no label, so no value wraps around.
                 nats = np.roll(np.where(scored, losses, np.float32(np.nan)), 1, axis=1)
                 found.append((nats, seconds + reading + time.perf_counter() - started))
         return found
 
-    def _losses_after_reading(self, ways: Sequence[Inputs]) -> Callable[[Inputs], Tensor]:
-        """Read a text, and return what computes the losses of its labels with one of the uses."""
+    def _losses_of(self, ways: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        """Read a text, and return what computes the losses of its labels with each of the uses."""
+        if self.token_losses_of is not None:
+            return [partial(self.token_losses_of, inputs) for inputs in ways]
         with torch.inference_mode(), self.placement.autocast():
-            vocabulary = self.model.read(ways)
+            reads = self.model.read(ways)
             if len(ways) > 1:
                 self.placement.wait()  # for the time of the reading
+        return [partial(self._with_copying, *pair) for pair in zip(reads, ways, strict=True)]
 
-        def losses(inputs: Inputs) -> Tensor:
-            with torch.inference_mode(), self.placement.autocast():
-                return self.model.with_copying(vocabulary, inputs)[0]
-
-        return losses
+    def _with_copying(self, read: Read, inputs: Inputs) -> Tensor:
+        """Losses of the labels with one of the uses."""
+        with torch.inference_mode(), self.placement.autocast():
+            return self.model.with_copying(read, inputs)[0]
 
 
 @dataclass

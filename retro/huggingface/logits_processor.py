@@ -31,11 +31,10 @@ from indexing.store.remote import datastore_name
 from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.batch.inputs import Inputs
-from retro.batch.loss import TokenLosses
 from retro.copying.head import CopyHead, open_networks
 from retro.copying.model import mixed
 from retro.copying.rows import Row, find_neighbors
-from retro.copying.step_votes import StepVotes
+from retro.copying.step_votes import Losses, StepVotes
 from retro.copying.switch import is_fraction
 from retro.copying.transformers_model import losses_of_logits
 from retro.huggingface.prompt_starts import announce_prompts
@@ -254,8 +253,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             return 0.0
         if self._retriever is not None:
             find_neighbors([text], self._head.chunk_length)
-        vocabulary = self._vocabulary(text)
-        shares = self._votes_on(vocabulary.nats.device).copied_shares_of(text, vocabulary)[first - 1 : -1]
+        shares = self._votes_on(self._model.device).copied_shares_of(text, self._losses_of(text))[first - 1 : -1]
         return float(shares.cpu().numpy()[text.tokens[first:] != self._pad_id].sum())
 
     # --- texts --------------------------------------------------------------------------------------------------------
@@ -370,20 +368,19 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             return self._head.switch.start
         end, m = row.copy(slot=0), self._head.chunk_length
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
-        vocabulary = self._vocabulary(end)
-        return self._votes_on(vocabulary.nats.device).trust(end, vocabulary)
+        return self._votes_on(self._model.device).trust(end, self._losses_of(end))
 
-    def _vocabulary(self, row: Row) -> TokenLosses:
-        """The model's losses [1, t] of the tokens after those of a text."""
+    def _losses_of(self, row: Row) -> Losses:
+        """The model's losses of the tokens after those of a text."""
         tokens = torch.from_numpy(row.tokens)[None].to(self._model.device)  # [1, t]
-        logits = self._model(input_ids=tokens, use_cache=False).logits
-        return losses_of_logits(logits, F.pad(tokens[:, 1:], (0, 1)).to(logits.device))
+        logits = self._model(input_ids=tokens, use_cache=False).logits.to(self._model.device)
+        return lambda best: losses_of_logits(logits, F.pad(tokens[:, 1:], (0, 1)), best)
 
     @torch.no_grad()
-    def trust_after(self, tokens: np.ndarray, vocabulary: TokenLosses) -> tuple[float, ...]:
-        """Trust in copying after a prompt int64 [t], from the model's losses [1, t] of the tokens after each one; the
-        last does not count."""
-        return self._votes_on(vocabulary.nats.device).trust(self.row(tokens), vocabulary)
+    def trust_after(self, tokens: np.ndarray, losses_of: Losses) -> tuple[float, ...]:
+        """Trust in copying after a prompt int64 [t], from a model's losses of the tokens after each one; the last does
+        not count."""
+        return self._votes_on(torch.device("cpu")).trust(self.row(tokens), losses_of)
 
     def _votes_on(self, device: torch.device) -> StepVotes:
         """The votes, with the networks on a device."""

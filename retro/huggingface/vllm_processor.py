@@ -15,7 +15,8 @@ vLLM has two model runners, each with its own interface, and requires that a plu
 on GPUs, version 1 where Triton is missing, as on most CPUs. So the class implements both.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -205,15 +206,31 @@ def trust_of(processor: "DatastoreLogitsProcessor", output: Any) -> list[float]:
 
     Args:
         processor: opened with the same datastore and networks, without a model.
-        output: what vLLM returned for the prompt with `prompt_logprobs = 1` and `copy_strength = 0`.
+        output: what vLLM returned for the prompt with `prompt_logprobs = 20` and `copy_strength = 0`. With fewer, less
+            is known of what the model gives to tokens that can be copied.
 
     Raises:
         InputError: the output has no log-probabilities of its prompt.
     """
     if not getattr(output, "prompt_logprobs", None):
-        raise InputError("output has no prompt_logprobs: request the prompt with SamplingParams(prompt_logprobs=1).")
+        raise InputError("output has no prompt_logprobs: request the prompt with SamplingParams(prompt_logprobs=20).")
     tokens, found = np.array(output.prompt_token_ids, np.int64), output.prompt_logprobs[1:]
     log_p = [by_token[token].logprob for token, by_token in zip(tokens[1:].tolist(), found, strict=True)]
     log_top = [max(one.logprob for one in by_token.values()) for by_token in found]
     nats, top = torch.tensor([[-one for one in log_p] + [0.0]]), torch.tensor([[*log_top, 0.0]])
-    return [*processor.trust_after(tokens, TokenLosses(nats, top))]
+
+    def losses_of(best: Tensor) -> TokenLosses:
+        of_best = [
+            [_log_p(token, by_token) for token in row] for row, by_token in zip(best[0].tolist(), found, strict=False)
+        ]
+        return TokenLosses(nats, top, torch.tensor([[*of_best, [0.0] * best.shape[2]]]))
+
+    return [*processor.trust_after(tokens, losses_of)]
+
+
+def _log_p(token: int, by_token: Mapping[int, Any]) -> float:
+    """The log-probability of a token; of one that vLLM did not return, the largest that it can have."""
+    if token in by_token:
+        return float(by_token[token].logprob)
+    known = [float(one.logprob) for one in by_token.values()]
+    return min(*known, math.log(max(1e-9, 1 - math.fsum(map(math.exp, known)))))

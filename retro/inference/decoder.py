@@ -222,16 +222,23 @@ class Decoder:
             return
         row.prompt = torch.cat((row.prompt, read)) if len(row.prompt) else read
         if not row.num_unread:
-            earns = torch.from_numpy(self.votes.earning(row)).to(read.device)  # of passages, no logits are needed
-            read, row.prompt = row.prompt[earns], None
+            read, row.prompt = row.prompt, None
+            row.trust = self.votes.trust(row, partial(self._losses_that_earn, row, read))
+
+    def _losses_that_earn(self, row: Row, read: Tensor, best: Tensor) -> TokenLosses:
+        """Losses [1, t] of the tokens after those of a row, from activations [t, D] and best candidates [1, t, C]; 0 for
+        tokens that earn no trust: of passages, no logits are needed."""
+        assert self.votes is not None
+        earns = torch.from_numpy(self.votes.earning(row)).to(read.device)
+        none = torch.zeros_like(best, dtype=torch.float32)
+        losses = TokenLosses(none[..., 0].clone(), none[..., 0].clone(), none)
+        if len(earns):
+            hidden = self.model.finish(read[earns].float())[None]
             following = torch.from_numpy(row.tokens[1:]).to(read.device)[earns]
-            vocabulary = TokenLosses(*(read.new_zeros(1, len(row.tokens), dtype=torch.float32) for _ in range(2)))
-            if len(earns):
-                hidden = self.model.finish(read.float())[None]
-                earned = token_losses(hidden, self.model.output_weight, following[None], self.output)
-                for values, part in zip(vocabulary, earned, strict=True):
-                    values[:, earns] = part
-            row.trust = self.votes.trust(row, vocabulary)
+            earned = token_losses(hidden, self.model.output_weight, following[None], best[:, earns], self.output)
+            for values, part in zip(losses, earned, strict=True):
+                values[:, earns] = part
+        return losses
 
     def read(self, rows: Sequence[Row]) -> Tensor:
         """Take steps until these rows are read; return the logits of their next tokens, [rows, V] float32."""

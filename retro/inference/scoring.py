@@ -158,12 +158,13 @@ def score_windows(
         inputs = placement.put(batch)
         with placement.autocast():
             hidden, _ = model.hidden(inputs, _cached_neighbors(batch, model, neighbor_cache))
-            losses, trust, vocabulary = model.scored(inputs, hidden)
-            origins = origins_of(model, vocabulary, losses, inputs, trust) if sources else None
-            losses = losses.cpu()
-            without = None
-            if group[0].sequence.off is not None:
-                without = model.with_copying(vocabulary, inputs.off())[0].cpu()
+            compared = group[0].sequence.off is not None
+            read, *read_off = model.read([inputs, inputs.off()] if compared else [inputs], hidden)
+            losses, trust = model.with_copying(read, inputs)
+            origins = origins_of(model, read.vocabulary, losses, inputs, trust) if sources else None
+            losses, without = losses.cpu(), None
+            if read_off:
+                without = model.with_copying(read_off[0], inputs.off())[0].cpu()
         for row, window in enumerate(group):
             # A token is predicted at the position before it.
             of_window = slice(window.scored - window.start - 1, window.stop - window.start - 1)
@@ -192,7 +193,8 @@ def origins_of(
         none = torch.full_like(inputs.labels, -1)
         return Origins(losses.new_zeros(*losses.shape, len(SOURCES)), none, none, none)
     sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
-    return model.copy_head.origins(vocabulary.log_top, inputs.labels, losses, sources, neighbor_length, trust)
+    _, log_top, log_best = vocabulary
+    return model.copy_head.origins(log_top, log_best, inputs.labels, losses, sources, neighbor_length, trust)
 
 
 def _no_scores(count: int, top: int) -> Scores:

@@ -259,9 +259,9 @@ class Retro(CopyingModel):
         """As `CopyingModel.steps`."""
         return list(self.feed_forward.values())
 
-    def vocabulary_losses(self, hidden: Tensor, labels: Tensor) -> TokenLosses:
+    def vocabulary_losses(self, hidden: Tensor, labels: Tensor, best: Tensor | None = None) -> TokenLosses:
         """As `CopyingModel.vocabulary_losses`."""
-        return token_losses(hidden, self.output_weight, labels, self.packed_output)
+        return token_losses(hidden, self.output_weight, labels, best, self.packed_output)
 
     @property
     def output_weight(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retro.batch.inputs import Inputs
-from retro.batch.loss import summed_loss, without_ignored
+from retro.batch.loss import Evidence, summed_loss, without_ignored
 from retro.device import Placement
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
@@ -114,7 +114,7 @@ class WholeModel:
             reshard(self.model)
         return parts
 
-    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Evidence | None]:
         """Hidden states, `ROUTING` and the copy head's evidence."""
         hidden, routing = self.model.hidden(inputs)
         return hidden, routing, self.model.evidence(inputs)
@@ -140,7 +140,7 @@ def part_of_loss(
     model: Retro,
     hidden: Tensor,
     labels: Tensor,
-    evidence: Tensor | None,
+    evidence: Evidence | None,
     routing: Tensor | None,
     context: StepContext,
     *,
@@ -161,7 +161,8 @@ def part_of_loss(
     """
     if mesh is None and not compiled and hidden.device.type == "cpu":  # a GPU would wait for the number of labels
         hidden, labels, evidence = without_ignored(hidden, labels, evidence)
-    total, vocabulary = summed_loss(*local_tokens(mesh, hidden, model.output_weight, labels), compiled=compiled)
+    best = None if evidence is None else evidence.best
+    total, vocabulary = summed_loss(*local_tokens(mesh, hidden, model.output_weight, labels, best), compiled=compiled)
     if evidence is not None and model.copy_head is not None:
         # The loss is that of the mixture. Its gradient trains the copy head, and the vocabulary's own cross-entropy the
         # vocabulary. Gradients of the copy head, like those of embeddings, are equal in all processes of a mesh, and

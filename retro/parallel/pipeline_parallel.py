@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from retro.batch.inputs import Inputs
+from retro.batch.loss import Evidence
 from retro.copying.matches import MATCH_LENGTHS
 from retro.copying.sources import SOURCES
 from retro.device import Placement
@@ -85,17 +86,18 @@ class Stage(nn.Module):
         if self.is_last:
             h = self.model.finish(h)
             evidence = self.model.evidence(batch)
-            sent = [] if evidence is None else [evidence]
+            sent = [] if evidence is None else evidence
         else:
             h = local(h)
         return (h, *sent, *([] if routing is None else [routing]))
 
 
-def _outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Hidden states, evidence [B, T, 3, L, 4] and routing statistics [B, 3] from what the last stage returns."""
+def _outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Evidence | None, Tensor | None]:
+    """Hidden states, evidence and routing statistics [B, 3] from what the last stage returns."""
     hidden, *others = out if isinstance(out, tuple) else (out,)
     of_dimensions = {part.ndim: part for part in others}
-    return hidden, of_dimensions.get(5), of_dimensions.get(2)
+    evidence = Evidence(of_dimensions[5], of_dimensions[3]) if 5 in of_dimensions else None
+    return hidden, evidence, of_dimensions.get(2)
 
 
 def stage_layers(model: ModelSettings, index: int, count: int) -> range:
@@ -263,7 +265,13 @@ class Pipeline:
         if inputs.neighbors is not None:
             encoded = [of(rows, *inputs.neighbors.shape[1:], settings.encoder.d_model)]
         copies = any(source.name in settings.copy_head.names and source.is_present(inputs) for source in SOURCES)
-        evidence = [of(rows, num_tokens, len(SOURCES), len(MATCH_LENGTHS), 4)] if copies and stage.is_last else []
+        of_sources = rows, num_tokens, len(SOURCES)
+        evidence = []
+        if copies and stage.is_last:
+            evidence = [
+                of(*of_sources, len(MATCH_LENGTHS), 4),
+                torch.empty(of_sources, dtype=torch.int64, device="meta"),
+            ]
         routing = [of(rows, len(ROUTING))]
         received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
         outputs = (h, *encoded * stage.sends_encoded, *evidence, *routing * stage.sends_routing)

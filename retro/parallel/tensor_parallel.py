@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from retro.batch.inputs import Inputs
 from retro.batch.loss import TokenLosses, token_losses
+from retro.copying.model import Read
 from retro.model.attention import Attention, PerHead
 from retro.model.retro import ChunkedCrossAttention, Retro
 
@@ -93,21 +94,23 @@ def _gather_encoder_input(
 
 
 def local_tokens(
-    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [B, T', D], output layer and labels [B, T'] of the tokens whose loss this process computes.
+    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor, best: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Hidden states [B, T', D], output layer, labels [B, T'] and best candidates [B, T', C] of the tokens whose loss
+    this process computes.
 
     Args:
         mesh: of tensor parallelism; None without it.
         hidden: from `Retro.hidden`.
         weight: [V, D], equal in all processes; its gradient is the sum over processes.
         labels: [B, T].
+        best: of `Evidence`, or None.
     """
     if mesh is None:
-        return hidden, weight, labels
+        return hidden, weight, labels, best
     assert isinstance(hidden, DTensor)
     shared = DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    return hidden.to_local(), shared, own_part(labels, mesh)
+    return hidden.to_local(), shared, own_part(labels, mesh), None if best is None else own_part(best, mesh)
 
 
 def own_part(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -127,8 +130,10 @@ def of_all_tokens(vocabulary: TokenLosses, mesh: DeviceMesh | None) -> TokenLoss
 def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: Inputs) -> Tensor:
     """`Retro.token_losses` of the tokens of this process [B, T'], from hidden states; copying needs all tokens in every
     process."""
-    vocabulary = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs)))
-    return own_part(model.with_copying(of_all_tokens(vocabulary, mesh), inputs)[0], mesh)
+    evidence = model.scored_evidence(inputs)
+    best = None if evidence is None else evidence.best
+    vocabulary = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs), best))
+    return own_part(model.with_copying(Read(of_all_tokens(vocabulary, mesh), evidence), inputs)[0], mesh)
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:

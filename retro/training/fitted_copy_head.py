@@ -31,7 +31,7 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.votes import stores_votes
 from retro.batch.inputs import Inputs
-from retro.batch.loss import IGNORED_LABEL, TokenLosses
+from retro.batch.loss import IGNORED_LABEL, Evidence, TokenLosses
 from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying, write_fitted
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
@@ -255,11 +255,11 @@ class TokensToFit(NamedTuple):
 
     Attributes:
         vocabulary: `TokenLosses` [1, n].
-        evidence: of all sources of the model, float32 [1, n, 3, L, 4].
+        evidence: of all sources of the model.
     """
 
     vocabulary: TokenLosses
-    evidence: Tensor
+    evidence: Evidence
 
     def losses(self, head: CopyHead) -> Tensor:
         """The loss of each token with copying, float32 [1, n]."""
@@ -319,22 +319,24 @@ def tokens_to_fit(
     with placement.autocast():
         if hidden is None:
             hidden, _ = model.hidden(batch)
-        vocabulary = model.vocabulary_losses(hidden, model.scored_tokens(batch.off()))
+        read, read_off = model.read([batch, batch.off()], hidden)
         off = model.token_losses(batch.off()) if model.settings.activations_read else None
         if off is None:  # the same activations
-            off, _ = model.with_copying(vocabulary, batch.off())
-    evidence = head.evidence(sources, batch.labels)
-    present = (evidence[:, :, [head.index(name) for name in names], :, 0] > 0).any(-1).any(-1)
+            off, _ = model.with_copying(read_off, batch.off())
+    vocabulary, evidence = read
+    assert evidence is not None
+    present = (evidence.votes[:, :, [head.index(name) for name in names], :, 0] > 0).any(-1).any(-1)
     counted = (batch.labels != IGNORED_LABEL) & present
-    nats, log_top, known, off = (part[counted].cpu() for part in (*vocabulary, evidence, off))
-    return TokensToFit(TokenLosses(nats[None], log_top[None]), known[None]), off
+    losses, of_losses = ([part[counted].cpu()[None] for part in parts] for parts in (vocabulary, evidence))
+    return TokensToFit(TokenLosses(*losses), Evidence(*of_losses)), off[counted].cpu()
 
 
 def joined(parts: Sequence[TokensToFit]) -> TokensToFit:
     """The tokens of several batches."""
-    vocabulary, evidence = zip(*parts, strict=True)
-    nats, log_top = (torch.cat(columns, 1) for columns in zip(*vocabulary, strict=True))
-    return TokensToFit(TokenLosses(nats, log_top), torch.cat(evidence, 1))
+    vocabulary, evidence = (
+        [torch.cat(columns, 1) for columns in zip(*tables, strict=True)] for tables in zip(*parts, strict=True)
+    )
+    return TokensToFit(TokenLosses(*vocabulary), Evidence(*evidence))
 
 
 def fit_networks(head: CopyHead, names: Sequence[str], tokens: TokensToFit) -> tuple[float, float]:

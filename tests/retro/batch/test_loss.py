@@ -45,15 +45,17 @@ def test_value_and_gradients_equal_cross_entropy(parts) -> None:
 @pytest.mark.usefixtures("block_rows")
 def test_token_losses_equal_cross_entropy(parts) -> None:
     hidden, weight, labels = parts
-    nats, log_top = token_losses(hidden, weight, labels)
+    best = torch.randint(len(weight), (*labels.shape, 3))
+    nats, log_top, log_best = token_losses(hidden, weight, labels, best)
     assert nats.dtype == log_top.dtype == torch.float32
     assert (nats[0, 3:] == 0).all()
     logits = hidden @ weight.T
     flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(nats, flat.view(B, T))
     torch.testing.assert_close(log_top, logits.log_softmax(-1).amax(-1))
-    total, parts_of_total = summed_loss(hidden, weight, labels)
-    torch.testing.assert_close(parts_of_total, (nats, log_top), check_stride=False)
+    torch.testing.assert_close(log_best, logits.log_softmax(-1).gather(-1, best))
+    total, parts_of_total = summed_loss(hidden, weight, labels, best)
+    torch.testing.assert_close(parts_of_total, (nats, log_top, log_best), check_stride=False)
     torch.testing.assert_close(total, nats.sum())
 
 

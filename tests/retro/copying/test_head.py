@@ -81,12 +81,13 @@ def test_neighbor_matches_equal_a_loop() -> None:
 def test_counts_by_length_equal_a_loop() -> None:
     tokens = few_tokens(2, 40)
     labels, matches = tokens.roll(-1, 1), context_matches(tokens, None, 4)
-    counts = counts_by_length(matches, labels)
-    for row, label, lengths, *found in zip(
-        tokens.tolist(), labels.tolist(), matches.lengths.tolist(), *counts, strict=True
+    *counts, best_of = counts_by_length(matches, labels)
+    for row, label, lengths, bests, *found in zip(
+        tokens.tolist(), labels.tolist(), matches.lengths.tolist(), best_of.tolist(), *counts, strict=True
     ):
         for q, of_query in enumerate(lengths):
             best = max((of_query[s], row[s + 1]) for s in range(39))[1]
+            assert bests[q] == best or not q
             for level, length in enumerate(MATCH_LENGTHS):
                 followed = [row[s + 1] for s in range(q) if of_query[s] >= length]
                 agree = followed.count(best)
@@ -197,7 +198,8 @@ def test_a_probability_of_zero_has_a_finite_loss_and_gradient() -> None:
     head.initialize()
     tokens = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
     evidence = head.evidence(head.sources(Inputs(tokens)), torch.full_like(tokens, 9))  # no position votes for it
-    value = head.losses(TokenLosses(torch.full((1, 8), 2e4), torch.zeros(1, 8)), torch.full_like(tokens, 9), evidence)
+    vocabulary = TokenLosses(torch.full((1, 8), 2e4), torch.zeros(1, 8), torch.full(evidence.best.shape, -2e4))
+    value = head.losses(vocabulary, torch.full_like(tokens, 9), evidence)
     value.sum().backward()
     assert value.isfinite().all()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in head.parameters())
@@ -269,8 +271,9 @@ def test_the_share_that_was_copied_is_that_with_the_copy_strength() -> None:
     assert head is not None
     strength, evidence = torch.tensor([[0.1], [0.0]]), head.evidence(sources, whole.labels)
     log_p = head.mix(logits, sources, evidence, copy_strength=strength)
-    losses, log_top = -log_p.gather(2, whole.labels[..., None])[..., 0], logits.log_softmax(-1).amax(-1)
-    origins = head.origins(log_top, whole.labels, losses, sources, R, copy_strength=strength)
+    losses, vocabulary = -log_p.gather(2, whole.labels[..., None])[..., 0], logits.log_softmax(-1)
+    log_top, log_best = vocabulary.amax(-1), vocabulary.gather(2, evidence.best)
+    origins = head.origins(log_top, log_best, whole.labels, losses, sources, R, copy_strength=strength)
     off = head.mix(logits, sources, evidence, copy_strength=torch.zeros(B, 1))
     assert 0 < origins.of(NEIGHBORS)[0, M] < 1
     assert not origins.of(NEIGHBORS)[1].any()
@@ -344,7 +347,7 @@ def test_the_share_of_the_datastore_is_what_the_mixture_loses_without_its_votes(
         whole = Inputs(tokens, None, neighbors, lengths, labels=labels, votes=agreed_votes(voted, 5))
         logits = model.logits(model.hidden(whole)[0])
         sources, (losses, trust, vocabulary) = model.copy_sources(whole), model.scored(whole)
-        origins = model.copy_head.origins(vocabulary.log_top, labels, losses, sources, neighbors.shape[3], trust)
+        origins = model.copy_head.origins(*vocabulary[1:], labels, losses, sources, neighbors.shape[3], trust)
         evidence = model.copy_head.evidence(sources, labels)
         p = model.copy_head.mix(logits, sources, evidence, trust=trust).exp().gather(2, labels[..., None])[..., 0]
         other = sources["datastore"]._replace(tokens=sources["datastore"].tokens * 0 + V)
@@ -361,4 +364,4 @@ def origins_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Origins:
     whole = Inputs(*inputs, labels=labels)
     assert model.copy_head is not None
     sources, (losses, trust, vocabulary) = model.copy_sources(whole), model.scored(whole)
-    return model.copy_head.origins(vocabulary.log_top, labels, losses, sources, whole.neighbors.shape[3], trust)
+    return model.copy_head.origins(*vocabulary[1:], labels, losses, sources, whole.neighbors.shape[3], trust)

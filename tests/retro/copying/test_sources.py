@@ -94,7 +94,7 @@ def scored(head: CopyHead, inputs: Inputs, logits: Tensor) -> tuple[Tensor, Tens
     sources, following = head.sources(inputs), inputs.following()
     evidence, log_p = head.evidence(sources, following), logits.log_softmax(-1)
     nats = -log_p.gather(-1, following[..., None])[..., 0]
-    vocabulary = TokenLosses(nats, log_p.amax(-1))
+    vocabulary = TokenLosses(nats, log_p.amax(-1), log_p.gather(-1, evidence.best))
     losses, trust = head.trusted_losses(vocabulary, evidence, inputs)
     of_scoring = head.mix(logits, sources, evidence, trust=trust)
     of_training = head.mix(logits, sources, evidence)
@@ -117,7 +117,7 @@ def test_a_batch_of_texts_gets_the_probabilities_of_a_packed_row(head: CopyHead)
     whole = as_the_gates_say(head)
     mixed = step.mixed([row(text, whole) for text in read], logits[0].clone())
     torch.testing.assert_close(mixed, of_training, rtol=1e-5, atol=1e-5)
-    assert ((of_training - logits[0].log_softmax(-1)).abs() > 0.01).any(-1).float().mean() > 0.2
+    assert ((of_training - logits[0].log_softmax(-1)).abs() > 0.01).any(-1).float().mean() > 0.1
 
 
 @every_case

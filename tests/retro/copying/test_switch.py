@@ -148,7 +148,7 @@ def head_of(context_added: bool, log_odds: float) -> CopyHead:
 def text_losses(head: CopyHead, nats: Tensor, inputs: Inputs) -> Tensor:
     """Losses [B, T - 1] of a text with the switch; `nats` [B, T] are those of the model alone."""
     evidence = head.evidence(head.sources(inputs), inputs.following())
-    vocabulary = TokenLosses(nats, -nats.clamp(max=0.5))
+    vocabulary = TokenLosses(nats, -nats.clamp(max=0.5), -nats[..., None].expand(evidence.best.shape))
     if head.learns_trust(inputs):
         return head.trusted_losses(vocabulary, evidence, inputs)[0][:, :-1]
     return head.losses(vocabulary, inputs.following(), evidence)[:, :-1]
@@ -200,7 +200,8 @@ def test_off_of_a_model_that_was_trained_with_a_context_has_no_switch_to_the_bit
     tokens, alone = few_tokens(2, 64), 3 * torch.rand(2, 64)
     head = head_of(False, 2.0)
     evidence = head.evidence(head.sources(Inputs(tokens)), Inputs(tokens).following())
-    plain = head.train().losses(TokenLosses(alone, -alone.clamp(max=0.5)), Inputs(tokens).following(), evidence)
+    vocabulary = TokenLosses(alone, -alone.clamp(max=0.5), -alone[..., None].expand(evidence.best.shape))
+    plain = head.train().losses(vocabulary, Inputs(tokens).following(), evidence)
     assert torch.equal(text_losses(head.eval(), alone, Inputs(tokens)), plain[:, :-1])
     assert not head.learns_trust(Inputs(tokens))
     assert head_of(True, 2.0).learns_trust(Inputs(tokens))

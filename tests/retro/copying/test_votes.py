@@ -10,7 +10,7 @@ from indexing.suffixes.votes import LENGTHS, SHARES
 from retro.batch.inputs import Inputs
 from retro.copying.datastore import DatastoreVotes
 from retro.copying.matches import MATCH_LENGTHS
-from retro.copying.votes import Evidence
+from retro.copying.votes import LengthVotes
 from retro.model.retro import Retro
 from tests.retro.small_model import T, V, agreed_votes, batch, build, votes
 
@@ -25,7 +25,7 @@ def one_vote(length: int, size: int, *shares: int) -> Tensor:
 def test_evidence_says_size_agreement_and_the_share_of_the_label_for_every_length_that_votes() -> None:
     found = DatastoreVotes.of(one_vote(5, 3, 9, 3))
     for label, right in enumerate((9, 3, 0, 0)):
-        size, agree, of_label, known = Evidence(*found.evidence(torch.tensor([[label]]))[0, 0].unbind(-1))
+        size, agree, of_label, known = LengthVotes(*found.evidence(torch.tensor([[label]]))[0][0, 0].unbind(-1))
         reached = torch.tensor([float(0 < length <= 5) for length in MATCH_LENGTHS])
         assert torch.equal(size, 3 * reached)
         torch.testing.assert_close(agree, 9 / SHARES * reached)

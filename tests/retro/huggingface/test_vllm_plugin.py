@@ -110,7 +110,7 @@ def test_accepted_trust_sums_to_1_and_keeps_its_ratios(plugin: Any, trust: Any) 
 
 def test_trust_needs_the_log_probabilities_of_the_prompt(plugin: Any) -> None:
     trust_of = sys.modules[plugin.__module__].trust_of
-    with pytest.raises(InputError, match=r"SamplingParams\(prompt_logprobs=1\)"):
+    with pytest.raises(InputError, match=r"SamplingParams\(prompt_logprobs=20\)"):
         trust_of(None, SimpleNamespace(prompt_token_ids=[1, 2], prompt_logprobs=None))
 
 

@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     drawn: dict[str, Any] = {"temperature": 0, "max_tokens": job["new"]}
     inputs = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
-    off = SamplingParams(**drawn, prompt_logprobs=1, extra_args={"copy_strength": 0})
+    off = SamplingParams(**drawn, prompt_logprobs=20, extra_args={"copy_strength": 0})
     first = llm.generate(inputs, off, use_tqdm=False)
     trusts = [job["trust"]] * len(inputs)
     if job["trust"] is None:
