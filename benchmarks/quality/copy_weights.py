@@ -2,34 +2,35 @@
 training text.
 
     retro import MODEL --output base.safetensors
-    retro index CONFIG                                        # once for each datastore, with its votes
-    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/copying/weights.safetensors
+    retro index CONFIG                                        # once for each datastore, with `suffixes` at least
+    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --parts FOLDER --output FILE.safetensors
 
 One set of networks for all of them, so that it fits other text and other models. Models that have read little text
 teach it that an unsure model gains more from a copy. Sources are left out at random, token by token, since not every
 model has all of them. No held-out document is read. A fifth of the sequences of each datastore is not fitted to, and
 stops the fit.
+
+The table has the change against OFF, without the switch, of these sequences: with the weights that the package has now,
+with the new ones, with those that were fitted without this datastore, and with those that `retro add-retrieval` would
+fit to it.
 """
 
 import argparse
-from dataclasses import replace
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say
-from indexing.store.datastore import Datastore
 from retro.batch.loss import Evidence, TokenLosses
-from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.checkpoints.any_model import open_model
 from retro.copying.head import STEP, CopyHead
 from retro.copying.network_file import write_networks
 from retro.copying.sources import SOURCES
-from retro.data.batches import TrainingData
-from retro.data.settings import DataSettings
-from retro.model_settings import updated
-from retro.training.fitted_copy_head import SPAN, TokensToFit, joined, read_batches, tokens_to_fit
+from retro.training.fitted_copy_head import TokensToFit, all_sources, fit_networks, joined, tokens_to_fit
 
 NAMES = [source.name for source in SOURCES]
 LEFT_OUT = 0.25
@@ -38,22 +39,26 @@ BATCH_TOKENS = 4096
 PATIENCE = 10  # checks
 
 
-def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> list[TokensToFit]:
-    """What is known about the tokens of each sequence of training text."""
-    datastore, place, checkpoint = Datastore.open(folder), placement(options.precision), open_checkpoint(base)
-    changes = {"chunk_length": datastore.chunk_length}
-    model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
-    model.settings = updated(model.settings, {f"copy_head.{name}": True for name in NAMES})
-    model.copy_head = CopyHead(NAMES, datastore.chunk_length)  # its weights do not matter
-    place.cast(model)
-    data = DataSettings(datastores=(folder,), sequence_length=SPAN, k=options.k)
-    source = TrainingData(data.datastores, data, retrieval=True, votes=True)
-    parts = list[TokensToFit]()
-    for batch in limit.each(list(read_batches(source, options.tokens // SPAN, place)), "sequence"):
-        part, _ = tokens_to_fit(model, batch, place, NAMES) or (None, None)
-        parts += [] if part is None else [part]
-    say(f"{folder.name}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
-    return parts
+class Kind(NamedTuple):
+    """Tokens of one model and datastore: those that are fitted to, and the others."""
+
+    fitted: TokensToFit
+    checked: TokensToFit
+
+
+def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> Kind:
+    """What is known about the tokens of training text, from a file if an earlier run has read them."""
+    file = options.parts / f"{base.stem}-{folder.name}.pt"
+    if not file.exists():
+        place = placement(options.precision)
+        model, batches = all_sources(open_model(base), folder, place, k=options.k, num_tokens=options.tokens)
+        read = limit.each(list(batches), "sequence")
+        found = [tokens_to_fit(model.eval(), batch, place, ["context"]) for batch in read]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save([(tuple(part[0].vocabulary), tuple(part[0].evidence)) for part in found if part is not None], file)
+    parts = [TokensToFit(TokenLosses(*losses), Evidence(*found)) for losses, found in torch.load(file)]
+    say(f"{file.stem}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
+    return Kind(joined([part for number, part in enumerate(parts) if number % 5]), joined(parts[::5]))
 
 
 def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
@@ -63,8 +68,14 @@ def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
     return TokensToFit(TokenLosses(*(part[:, rows] for part in tokens.vocabulary)), Evidence(votes * kept, best))
 
 
-def fit(head: CopyHead, fitted: TokensToFit, checked: TokensToFit, steps: int) -> float:
-    """Fit all networks from random weights; returns the mean loss of the tokens that were not fitted to."""
+def fit(kinds: Sequence[Kind], steps: int) -> CopyHead:
+    """Fit all networks from random weights."""
+    torch.manual_seed(0)
+    head, fitted, checked = (
+        CopyHead(NAMES, 1),
+        joined([kind.fitted for kind in kinds]),
+        [kind.checked for kind in kinds],
+    )
     for name, parameter in head.named_parameters():
         of_layer = name.rsplit(".", 1)[1]
         with torch.no_grad():
@@ -83,36 +94,51 @@ def fit(head: CopyHead, fitted: TokensToFit, checked: TokensToFit, steps: int) -
         part.losses(head).mean().backward()
         optimizer.step()
         if step % 20 == 19:
-            with torch.no_grad():
-                loss = float(checked.losses(head).mean())
+            loss = sum(mean_loss(head, tokens) for tokens in checked) / len(checked)
             since = 0 if loss < best - 1e-5 else since + 1
             if not since:
                 best, state = loss, {name: tensor.clone() for name, tensor in head.state_dict().items()}
             if since == PATIENCE:
                 break
     head.load_state_dict(state)
-    return best
+    return head
+
+
+@torch.no_grad()
+def mean_loss(head: CopyHead, tokens: TokensToFit) -> float:
+    """Nats of a token."""
+    return float(tokens.losses(head).mean())
+
+
+def compare(kinds: Mapping[str, Kind], new: CopyHead, steps: int) -> None:
+    """Print the table."""
+    now = CopyHead(NAMES, 1)
+    now.initialize()
+    say("change against OFF: weights of the package, new ones, without this datastore, fitted to it")
+    for name, kind in kinds.items():
+        others = fit([kind for other, kind in kinds.items() if other != name], steps)
+        fitted = copy.deepcopy(new)
+        fit_networks(fitted, NAMES, kind.fitted)
+        off = float(kind.checked.vocabulary.nats.mean())
+        changes = [100 * (mean_loss(head, kind.checked) / off - 1) for head in (now, new, others, fitted)]
+        say(f"{name:30} OFF {off:.3f} nats   " + "  ".join(f"{change:+6.2f}%" for change in changes))
 
 
 def run(options: argparse.Namespace) -> None:
     """Fit, and write the weights."""
-    torch.manual_seed(0)
-    fitted, checked = list[TokensToFit](), list[TokensToFit]()
-    limit, pairs = budget(options), [pair.split("=") for pair in options.pairs]
-    for number, (base, folder) in enumerate(pairs):
-        parts = tokens_of(Path(base), Path(folder), options, limit.share(len(pairs) - number))
-        fitted += [part for number, part in enumerate(parts) if number % 5]
-        checked += parts[::5]
-    head = CopyHead(NAMES, 1)
-    checks = joined(checked)
-    off, loss = float(checks.vocabulary.nats.mean()), fit(head, joined(fitted), checks, options.steps)
-    say(f"loss {loss:.4f}, OFF {off:.4f}")
+    limit, pairs = budget(options), [tuple(map(Path, pair.split("="))) for pair in options.pairs]
+    kinds = {
+        f"{base.stem} {folder.name}": tokens_of(base, folder, options, limit.share(len(pairs) - number))
+        for number, (base, folder) in enumerate(pairs)
+    }
+    head = fit([*kinds.values()], options.steps)
     about = {
         "made_by": "python -m benchmarks.quality.copy_weights",
-        "fitted_to": [f"{Path(base).stem} and {Path(folder).name}" for base, folder in pairs],
-        "fit": {"tokens": sum(part.vocabulary.nats.numel() for part in fitted), "loss_off": off, "loss_after": loss},
+        "fitted_to": [*kinds],
+        "tokens": sum(kind.fitted.vocabulary.nats.numel() for kind in kinds.values()),
     }
     write_networks(options.output, about, head.state_dict())
+    compare(kinds, head, options.steps)
 
 
 def main() -> None:
@@ -122,6 +148,7 @@ def main() -> None:
         "pairs", nargs="+", metavar="BASE=DATASTORE", help="a model and a datastore made with its tokenizer"
     )
     parser.add_argument("--output", type=Path, required=True, help="FILE.safetensors")
+    parser.add_argument("--parts", type=Path, required=True, help="folder for what was read of each pair")
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens of training text of each datastore")
     parser.add_argument("--steps", type=int, default=3000, help="largest number of steps")
     parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")

@@ -37,7 +37,7 @@ from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.copying.head import STEP, CopyHead
 from retro.copying.model import CopyingModel
-from retro.copying.sources import sources_of
+from retro.copying.sources import SOURCES, sources_of
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource, as_tensors
 from retro.data.settings import DataSettings
@@ -124,9 +124,7 @@ def add_retrieval(
             raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
     if settings.copy_head.datastore:
         stores_votes(datastore)  # raises an error if votes are neither stored nor can be searched
-    m = settings.chunk_length
-    length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
-    data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
+    data = _data(checkpoint, settings, folder, k)
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
     batches = _training_batches(data, settings, num_tokens, placement)
     fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
@@ -137,6 +135,25 @@ def add_retrieval(
     else:
         _write(checkpoint, model, data, datastore, file, names)
     return fit
+
+
+def all_sources(
+    checkpoint: Checkpoint, folder: Path, placement: Placement, *, k: int, num_tokens: int
+) -> tuple[CopyingModel, Iterator[Inputs]]:
+    """A model that copies from all `SOURCES`, with the weights that every copy head begins with, and batches of
+    training text; the arguments are those of `add_retrieval`."""
+    checkpoint = without_copying(for_datastore(checkpoint, folder))
+    settings = _settings(checkpoint.model, Datastore.open(folder).chunk_length, [source.name for source in SOURCES])
+    data = _data(checkpoint, settings, folder, k)
+    model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
+    return model, _training_batches(data, settings, num_tokens, placement)
+
+
+def _data(checkpoint: Checkpoint, settings: ModelSettings, folder: Path | str, k: int) -> DataSettings:
+    """What to read of a datastore."""
+    m = settings.chunk_length
+    length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
+    return DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
 
 
 def _training_batches(
@@ -190,7 +207,7 @@ def _with_reader(checkpoint: Checkpoint, reader: str) -> ModelSettings:
     return updated(base, {"retrieval.reader": reader or base.retrieval.reader})
 
 
-def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName]) -> ModelSettings:
+def _settings(base: ModelSettings, chunk_length: int, names: Sequence[str]) -> ModelSettings:
     """Settings with copying, and the datastore's chunk length if no weight of the base depends on it."""
     free = not base.retrieves and base.retrieval_positions != "learned"
     added: dict[str, Any] = {f"copy_head.{name}": True for name in names}
