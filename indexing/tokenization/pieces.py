@@ -4,7 +4,8 @@ Tokenizers need about fifty bytes of memory for each byte of a text. So a long t
 ends at a line or a blank. Not every such place is safe: a token may contain blanks, a tokenizer may put a blank in
 front of every text, or join a line end with the punctuation before it. So every cut is tested: the tokens of the text
 around it must be those of both of its sides alone. Where they are not, the next place is tried. A text without a safe
-place stays whole.
+place stays whole. Between tokens of nearly equal score a unigram tokenizer decides by rounding, which depends on where
+a text begins: there, tokens can differ from those of the whole text.
 """
 
 import re
