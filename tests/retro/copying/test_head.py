@@ -12,7 +12,7 @@ from retro.batch.loss import IGNORED_LABEL, TokenLosses
 from retro.copying import matches as matching
 from retro.copying.context import context_matches
 from retro.copying.datastore import DATASTORE
-from retro.copying.head import CopyHead, Origins
+from retro.copying.head import OF_BEST, CopyHead, Origins
 from retro.copying.matches import LONGEST, MATCH_LENGTHS, Matches, counts_by_length, match_lengths
 from retro.copying.neighbors import NEIGHBORS, neighbor_matches
 from retro.model.retro import Retro
@@ -262,6 +262,48 @@ def test_copy_strength_is_between_the_mixture_and_retrieval_off_in_each_row(swit
         log_inverse = {strength: -mixed(strength, strength)[..., 0] for strength in (0, 0.5, 1)}
         # Logarithms are compared: in float32 they are exact to 1e-6, so a probability of 1e-7 is exact to a few millionths of it.
         torch.testing.assert_close(log_inverse[0.5], ((log_inverse[0].exp() + log_inverse[1].exp()) / 2).log())
+
+
+@torch.no_grad()
+def test_a_network_can_copy_less_of_a_best_candidate_that_the_vocabulary_excludes() -> None:
+    head = CopyHead(("datastore",), M)
+    inputs = Inputs(torch.zeros(2, 1, dtype=torch.int64), votes=agreed_votes(torch.tensor([[2], [2]]), 5))
+    sources = head.sources(inputs)
+    evidence = head.evidence(sources, inputs.tokens)
+    logits = torch.zeros(2, 1, 4)
+    logits[:, 0, 3], logits[1, 0, 2] = 2.0, -20.0  # the likeliest token is another one
+    assert (evidence.best[:, 0, head.index("datastore")] == 2).all()
+    before = head.mix(logits, sources, evidence)[:, 0, 2]
+    assert before[0] > before[1] > -1
+    network = head.network(DATASTORE)
+    assert network is not None
+    network.inner_best[0, OF_BEST * head.index("datastore") + 1] = 1.0  # its log-probability
+    network.outer[:, 0] = 1.0
+    after = head.mix(logits, sources, evidence)[:, 0, 2]
+    assert after[1] < before[1] < before[0] < after[0]
+
+
+@torch.no_grad()
+def test_a_text_that_is_read_once_has_the_losses_of_each_way_alone() -> None:
+    model, whole, _ = planted()
+    assert model.copy_head is not None
+    for parameter in model.copy_head.parameters():
+        parameter.normal_(std=0.1)
+    other = whole._replace(neighbors=whole.neighbors.flip(2), votes=agreed_votes(whole.labels))
+    ways = [whole, whole.off(), other, whole._replace(votes=None)]
+    model.settings = updated(model.settings, {"retrieval.cca_layers": ()})  # the activations are those of the first
+    hidden, _ = model.hidden(whole)
+    for read, inputs in zip(model.read(ways, hidden), ways, strict=True):
+        torch.testing.assert_close(model.with_copying(read, inputs)[0], model.token_losses(inputs, hidden))
+
+
+@torch.no_grad()
+def test_networks_of_earlier_versions_do_not_read_the_best_candidates() -> None:
+    head, state = CopyHead(("context", "datastore"), M), CopyHead(("context", "datastore"), M).state_dict()
+    for parameter in head.parameters():
+        parameter.fill_(1.0)
+    head.load_state_dict({name: tensor for name, tensor in state.items() if "inner_best" not in name})
+    assert not head.state_dict()["datastore.inner_best"].any()
 
 
 @torch.no_grad()

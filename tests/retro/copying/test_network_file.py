@@ -49,6 +49,14 @@ def test_a_file_is_read_as_it_was_written(file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
 
 
+def test_a_file_of_an_earlier_version_has_networks_that_do_not_read_the_best_candidates(tmp_path: Path) -> None:
+    weights = {name: tensor for name, tensor in initial_weights().items() if not name.endswith("inner_best")}
+    write_networks(tmp_path / "earlier.safetensors", ABOUT, weights)
+    opened = open_networks(tmp_path / "earlier.safetensors")
+    assert opened.weights.keys() == initial_weights().keys()
+    assert not any(opened.weights[name].any() for name in opened.weights.keys() - weights.keys())
+
+
 def changed(
     tensors: Callable[[dict[str, Tensor]], object] = len, head: Callable[[dict[str, Any]], object] = len
 ) -> Callable[[Path], bytes]:

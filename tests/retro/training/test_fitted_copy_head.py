@@ -76,7 +76,9 @@ def test_fitting_changes_one_network_and_no_logit_off(base: str) -> None:
     fit_copy_head(model, found, HERE)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
-    assert changed <= {f"copy_head.neighbors.{name}" for name in ("inner", "inner_best", "inner_bias", "outer", "outer_bias")}
+    assert changed <= {
+        f"copy_head.neighbors.{name}" for name in ("inner", "inner_best", "inner_bias", "outer", "outer_bias")
+    }
     assert torch.equal(model(Inputs(found[0].tokens)), off)
 
 
