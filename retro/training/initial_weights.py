@@ -12,6 +12,7 @@ from retro.adapters.prefix import PREFIX, initialize_prefix
 from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.tensor_files import fill, index
+from retro.copying.network_file import ADDED
 from retro.model.retro import Retro
 from retro.model_settings import flatten, keys_with, keys_without_effect
 
@@ -53,7 +54,10 @@ def load_initial_weights(
         raise InputError(
             f"train.init_from: {path} has weights that this model lacks: {', '.join(foreign)}. {_switch(foreign, 'true')}{advice}"
         )
-    drawn = [name for name in ours if name not in theirs]
+    later = [
+        name for name in ours if name.endswith(ADDED) and name not in theirs and name.replace(ADDED, ".inner") in theirs
+    ]
+    drawn = [name for name in ours if name not in theirs and name not in later]
     trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[weights]
     if untrained := [name for name in drawn if not name.startswith(trained) and PREFIX not in name]:
         raise InputError(
@@ -70,6 +74,8 @@ def load_initial_weights(
     for name in drawn:
         if name.startswith("cross.") and name.endswith(".o_proj.weight"):
             ours[name].zero_()
+    for name in later:  # networks of an earlier version
+        ours[name].zero_()
     if any(PREFIX in name for name in drawn):
         initialize_prefix(model)
     if not recorded and not set(checkpoint.datastores) & set(datastores):
