@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
@@ -300,6 +301,28 @@ def test_bfloat16_routing_of_experts_uses_float32(auto: Any, checkpoint: Path, t
     with placement.autocast():
         expected = ours(Inputs(tokens))
     assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
+
+
+def test_files_and_folders_of_an_earlier_version_have_networks_that_do_not_read_the_best_candidates(
+    auto: Any, folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    state, tensors = exported(open_checkpoint(checkpoint))
+    earlier = {name: tensor for name, tensor in tensors.items() if not name.endswith("inner_best")}
+    assert len(earlier) < len(tensors)
+    write_exported(state, earlier, tmp_path / "earlier.safetensors")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    for file in set(index["weight_map"].values()):
+        of_file = load_file(copy / file)
+        kept = {name: tensor for name, tensor in of_file.items() if not name.endswith("inner_best")}
+        save_file(kept, copy / file, {"format": "pt"})
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not name.endswith("inner_best")}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load_model(open_checkpoint(tmp_path / "earlier.safetensors"), torch.device("cpu"))
+    for model in (loaded, auto(copy).model):
+        found = model.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in earlier.items())
+        assert not any(found[name].any() for name in tensors.keys() - earlier.keys())
 
 
 def test_a_folder_of_another_format_version_names_the_command_that_writes_it_again(
