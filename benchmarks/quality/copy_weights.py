@@ -12,8 +12,8 @@ them. No held-out document is read. A fifth of the sequences of each datastore i
 of the step with the least loss there.
 
 The table has the change against OFF, without the switch, of these sequences: with the weights that the package has now,
-with the new ones, with those that were fitted without this datastore, and with those that `retro add-retrieval` would
-fit to it.
+with new ones that do not read the best candidates, with the new ones, with those that were fitted without this
+datastore, and with those that `retro add-retrieval` would fit to it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.common import Budget, add_minutes, add_precision, budget, placem
 from retro.batch.loss import Evidence, TokenLosses
 from retro.checkpoints.any_model import open_model
 from retro.copying.head import STEP, CopyHead
-from retro.copying.network_file import write_networks
+from retro.copying.network_file import ADDED, write_networks
 from retro.copying.sources import SOURCES
 from retro.training.fitted_copy_head import TokensToFit, all_sources, fit_networks, joined, tokens_to_fit
 
@@ -68,8 +68,8 @@ def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
     return TokensToFit(TokenLosses(*(part[:, rows] for part in tokens.vocabulary)), Evidence(votes * kept, best))
 
 
-def fit(kinds: Sequence[Kind], steps: int) -> CopyHead:
-    """Fit all networks from random weights."""
+def fit(kinds: Sequence[Kind], steps: int, reads_best: bool = True) -> CopyHead:
+    """Fit all networks from random weights; they can ignore the best candidates."""
     torch.manual_seed(0)
     head, fitted = CopyHead(NAMES, 1), joined([kind.fitted for kind in kinds])
     parts = torch.cat([torch.full_like(kind.fitted.vocabulary.nats, 1 / off_of(kind)) for kind in kinds], 1)[0]
@@ -80,7 +80,8 @@ def fit(kinds: Sequence[Kind], steps: int) -> CopyHead:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
             else:
                 parameter.fill_(-2.0 / STEP if of_layer == "outer_bias" else 0.0)
-    inner = [parameter for name, parameter in head.named_parameters() if "inner" in name]
+    read = [pair for pair in head.named_parameters() if reads_best or not pair[0].endswith(ADDED)]
+    inner = [parameter for name, parameter in read if "inner" in name]
     outer = [parameter for name, parameter in head.named_parameters() if "outer" in name]
     groups: list[dict[str, Any]] = [{"params": inner}, {"params": outer, "lr": 0.01 / STEP}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.05)
@@ -115,13 +116,16 @@ def compare(kinds: Mapping[str, Kind], new: CopyHead, steps: int) -> None:
     """Print the table."""
     now = CopyHead(NAMES, 1)
     now.initialize()
-    say("change against OFF: weights of the package, new ones, without this datastore, fitted to it")
+    blind = fit([*kinds.values()], steps, reads_best=False)
+    say(
+        "change against OFF: weights of the package, without best candidates, new, without this datastore, fitted to it"
+    )
     for name, kind in kinds.items():
         others = fit([kind for other, kind in kinds.items() if other != name], steps)
         fitted = copy.deepcopy(new)
         fit_networks(fitted, NAMES, kind.fitted)
         off = off_of(kind)
-        changes = [100 * (mean_loss(head, kind.checked) / off - 1) for head in (now, new, others, fitted)]
+        changes = [100 * (mean_loss(head, kind.checked) / off - 1) for head in (now, blind, new, others, fitted)]
         say(f"{name:30} OFF {off:.3f} nats   " + "  ".join(f"{change:+6.2f}%" for change in changes))
 
 
