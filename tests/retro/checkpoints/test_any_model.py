@@ -140,9 +140,8 @@ def test_the_networks_that_are_read_are_those_that_were_fitted(
     head = load_scorer(open_model(file), CPU).copy_head
     assert head is not None
     read = head.state_dict()
-    assert (
-        list(read) == list(fitted) == [f"datastore.{name}" for name in ("inner", "inner_bias", "outer", "outer_bias")]
-    )
+    names = ("inner", "inner_best", "inner_bias", "outer", "outer_bias")
+    assert list(read) == list(fitted) == [f"datastore.{name}" for name in names]
     assert all(torch.equal(read[name], fitted[name]) for name in read)
 
 
