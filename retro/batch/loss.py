@@ -80,7 +80,7 @@ def token_losses(
         x, narrow, y = _flat(hidden, weight, labels)
     else:
         x, y = hidden.flatten(0, -2), labels.flatten()
-    b = _or_none(best, labels).flatten(0, -2)
+    b = _or_no_candidates(best, labels).flatten(0, -2)
     losses = [
         _losses(product(x[rows]) if product else x[rows] @ narrow.T, y[rows], b[rows])[:3]
         for rows in _blocks(x, len(weight))
@@ -107,7 +107,7 @@ def summed_loss(
         best: as in `token_losses`.
         compiled: fuse the operations between matrix products with `torch.compile`.
     """
-    total, *parts = _SummedLoss.apply(hidden, weight, labels, _or_none(best, labels), compiled)
+    total, *parts = _SummedLoss.apply(hidden, weight, labels, _or_no_candidates(best, labels), compiled)
     return total, TokenLosses(*parts)
 
 
@@ -184,7 +184,7 @@ def block_rows(device_type: str, vocab_size: int) -> int:
     return max(512, (1 << 31 if device_type == "cuda" else 1 << 25) // (4 * vocab_size))
 
 
-def _or_none(best: Tensor | None, labels: Tensor) -> Tensor:
+def _or_no_candidates(best: Tensor | None, labels: Tensor) -> Tensor:
     """The best candidates [B, T, C] of labels [B, T]; C is 0 if there are none."""
     return labels.new_empty((*labels.shape, 0)) if best is None else best
 

@@ -9,9 +9,9 @@ each of `MATCH_LENGTHS`: at a length vote the positions at which as many of the 
 were read.
 
 The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there
-are and whether they agree, for every source and length, how sure the vocabulary is, and what it gives the token that
-follows the longest match of each source (the best candidate). It reads no activations, so it fits any model: it begins with weights that were fitted to other text (`weights.safetensors`). Not in the paper of
-RETRO.
+are and whether they agree, for every source and length, how sure the vocabulary is, and what probability it gives the
+best candidate of each source: the token that follows its longest match. It reads no activations, so it fits any model:
+it begins with weights that were fitted to other text (`weights.safetensors`). Not in the paper of RETRO.
 
     tokens, neighbors, votes ─ counts by length ─ evidence ─┬─ networks ─ shares ─┐
     logits ─ probabilities of the likeliest token ──────────┘                     ├─ mixture ─ loss

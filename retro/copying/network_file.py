@@ -106,7 +106,8 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
     known = head.pop("fingerprint", None)
     if known != _fingerprint(head, weights):
         raise InputError(f"{file} has changed since it was written (fingerprint). {ACCEPTED}")
-    return NetworkFile(head, known, {name: weights.get(name, torch.zeros(shape, device="cpu")) for name, shape in of_file.items()})
+    later = {name: torch.zeros(shape, device="cpu") for name, shape in of_file.items() if name not in weights}
+    return NetworkFile(head, known, weights | later)
 
 
 def _fingerprint(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
