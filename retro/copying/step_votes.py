@@ -70,7 +70,9 @@ class StepVotes:
         log_top, log_best = log_p.amax(-1), log_p.gather(1, put(best, self._device))
         self._last = _LastStep(log_top, log_best, votes, trust, copy_strength)
         read = torch.cat((log_top[:, None], log_best), 1).cpu().numpy()  # one copy from the device
-        shares = self._compiled.shares(read[:, 0], read[:, 1:], evidence, trust, copy_strength)
+        # Loops are compiled for arrays without gaps.
+        tops, bests = np.ascontiguousarray(read[:, 0]), np.ascontiguousarray(read[:, 1:])
+        shares = self._compiled.shares(tops, bests, evidence, trust, copy_strength)
         log_kept = put(shares.log_kept, self._device)[:, None]
         self._retrieved = []
         if not votes:
