@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say
+from indexing.store.files import write_bytes
 from retro.batch.loss import Evidence, TokenLosses
 from retro.checkpoints.any_model import open_model
 from retro.copying.head import STEP, CopyHead
-from retro.copying.network_file import ADDED, write_networks
+from retro.copying.network_file import LATER, write_networks
 from retro.copying.sources import SOURCES
 from retro.training.fitted_copy_head import TokensToFit, all_sources, fit_networks, joined, tokens_to_fit
 
@@ -48,17 +50,35 @@ class Kind(NamedTuple):
 
 def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> Kind:
     """What is known about the tokens of training text, from a file if an earlier run has read them."""
-    file = options.parts / f"{base.stem}-{folder.name}.pt"
-    if not file.exists():
-        place = placement(options.precision)
-        model, batches = all_sources(open_model(base), folder, place, k=options.k, num_tokens=options.tokens)
-        read = limit.each(list(batches), "sequence")
-        found = [tokens_to_fit(model.eval(), batch, place, ["context"]) for batch in read]
+    file = (
+        options.parts
+        / f"{base.stem}-{folder.name}-{options.tokens}-tokens-k{options.k}-{options.precision}.safetensors"
+    )
+    if file.exists():
+        say(f"{base.stem} {folder.name}: from {file}")
+        return _kind(load_file(file))
+    place = placement(options.precision)
+    model, batches = all_sources(open_model(base), folder, place, k=options.k, num_tokens=options.tokens)
+    sequences = list(batches)
+    found = [tokens_to_fit(model.eval(), batch, place, ["context"]) for batch in limit.each(sequences, "sequence")]
+    parts = [part[0] for part in found if part is not None]
+    kind = Kind(joined([part for number, part in enumerate(parts) if number % 5]), joined(parts[::5]))
+    if len(found) == len(sequences):  # the time was enough
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save([(tuple(part[0].vocabulary), tuple(part[0].evidence)) for part in found if part is not None], file)
-    parts = [TokensToFit(TokenLosses(*losses), Evidence(*found)) for losses, found in torch.load(file)]
-    say(f"{file.stem}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
-    return Kind(joined([part for number, part in enumerate(parts) if number % 5]), joined(parts[::5]))
+        write_bytes(file, save(_tensors(kind)))
+    return kind
+
+
+def _tensors(kind: Kind) -> dict[str, Tensor]:
+    """A kind as tensors with names."""
+    halves = {name: (*tokens.vocabulary, *tokens.evidence) for name, tokens in kind._asdict().items()}
+    return {f"{name}.{number}": part for name, parts in halves.items() for number, part in enumerate(parts)}
+
+
+def _kind(tensors: Mapping[str, Tensor]) -> Kind:
+    """The kind with these `_tensors`."""
+    halves = ([tensors[f"{name}.{number}"] for number in range(len(tensors) // 2)] for name in Kind._fields)
+    return Kind(*(TokensToFit(TokenLosses(*half[:3]), Evidence(*half[3:])) for half in halves))
 
 
 def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
@@ -72,7 +92,7 @@ def fit(kinds: Sequence[Kind], steps: int, reads_best: bool = True) -> CopyHead:
     """Fit all networks from random weights; they can ignore the best candidates."""
     torch.manual_seed(0)
     head, fitted = CopyHead(NAMES, 1), joined([kind.fitted for kind in kinds])
-    parts = torch.cat([torch.full_like(kind.fitted.vocabulary.nats, 1 / off_of(kind)) for kind in kinds], 1)[0]
+    weights = torch.cat([torch.full_like(kind.fitted.vocabulary.nats, 1 / off_of(kind)) for kind in kinds], 1)[0]
     for name, parameter in head.named_parameters():
         of_layer = name.rsplit(".", 1)[1]
         with torch.no_grad():
@@ -80,7 +100,7 @@ def fit(kinds: Sequence[Kind], steps: int, reads_best: bool = True) -> CopyHead:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
             else:
                 parameter.fill_(-2.0 / STEP if of_layer == "outer_bias" else 0.0)
-    read = [pair for pair in head.named_parameters() if reads_best or not pair[0].endswith(ADDED)]
+    read = [pair for pair in head.named_parameters() if reads_best or not pair[0].endswith(LATER)]
     inner = [parameter for name, parameter in read if "inner" in name]
     outer = [parameter for name, parameter in head.named_parameters() if "outer" in name]
     groups: list[dict[str, Any]] = [{"params": inner}, {"params": outer, "lr": 0.01 / STEP}]
@@ -88,9 +108,9 @@ def fit(kinds: Sequence[Kind], steps: int, reads_best: bool = True) -> CopyHead:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     best, state = float("inf"), head.state_dict()
     for step in range(steps):
-        rows = torch.randint(len(parts), (BATCH_TOKENS,))
+        rows = torch.randint(len(weights), (BATCH_TOKENS,))
         optimizer.zero_grad()
-        (some(fitted, rows, LEFT_OUT).losses(head)[0] * parts[rows]).mean().backward()
+        (some(fitted, rows, LEFT_OUT).losses(head)[0] * weights[rows]).mean().backward()
         optimizer.step()
         schedule.step()
         if step % 100 == 99:

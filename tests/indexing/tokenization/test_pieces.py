@@ -127,7 +127,7 @@ MAKERS: dict[str, Callable[[Path], TokenizerBackend]] = {
 }  # fmt: skip
 
 
-UNIGRAM = ("trained unigram", "T5", "Metaspace")
+UNIGRAM = ("trained unigram", "T5")
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -150,10 +150,12 @@ def test_tokens_of_the_pieces_are_those_of_the_whole(
     cut = list(pieces(blocks, lambda texts: backend.encode_batch(texts, 1), size))
     together = [token for row in backend.encode_batch(cut, 1) for token in row]
     whole = backend.encode_batch([text], 1)[0]
-    if name in UNIGRAM:
+    if name in UNIGRAM and together != whole:
         # The score of tokens is a sum from the beginning of a text: rounding decides between nearly equal ones.
-        one, other = backend.decode_batch([together, whole], 1)
-        assert one == other
+        assert isinstance(backend, SentencePiece)
+        one, other = (sum(map(backend.processor.get_score, tokens)) for tokens in (together, whole))
+        assert one == pytest.approx(other, rel=1e-5)
+        assert backend.decode_batch([together], 1) == backend.decode_batch([whole], 1)
     else:
         assert together == whole
 

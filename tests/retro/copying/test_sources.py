@@ -46,7 +46,7 @@ retrieve = retriever(2)
 def head(names: Sequence[str], context_added: bool, tmp_path: Path) -> CopyHead:
     """A head in which every number matters."""
     (tmp_path / "phrases.txt").write_text("1 2 3 4\n0 1 2 0 1\n2 2\n")
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     known = sources_of(CopyHeadSettings(context_added=context_added))
     head = CopyHead(names, M, (*known, phrases(tmp_path / "phrases.txt"))).eval()
     head.initialize()
@@ -117,7 +117,7 @@ def test_a_batch_of_texts_gets_the_probabilities_of_a_packed_row(head: CopyHead)
     whole = as_the_gates_say(head)
     mixed = step.mixed([row(text, whole) for text in read], logits[0].clone())
     torch.testing.assert_close(mixed, of_training, rtol=1e-5, atol=1e-5)
-    assert ((of_training - logits[0].log_softmax(-1)).abs() > 0.01).any(-1).float().mean() > 0.1
+    assert ((of_training - logits[0].log_softmax(-1)).abs() > 0.01).any(-1).float().mean() > 0.2
 
 
 @every_case
