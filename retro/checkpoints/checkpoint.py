@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import TypedDict
 
 from indexing.machine import Precision
@@ -34,8 +34,8 @@ from indexing.store.files import parse_json, read_json, write_json
 from indexing.store.schemas import parsed
 from retro.adapters.adapters import add_adapter, merge, stored_name
 from retro.adapters.settings import LoraSettings
-from retro.checkpoints.tensor_files import StoredTensor, check_shapes, check_size, fill, index, save_tensors
-from retro.copying.network_file import ADDED, has_networks
+from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
+from retro.copying.network_file import has_networks
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
 from retro.model.shapes import shapes_only
@@ -295,18 +295,7 @@ def load_weights(checkpoint: Checkpoint, model: Model) -> None:
     """
     stored = index(checkpoint.weights)
     for part in parts_of(model):
-        weights, later = _of_its_version(weights_of(part), stored)
-        fill(weights, stored)
-        for tensor in later:
-            tensor.zero_()
-
-
-def _of_its_version(
-    weights: dict[str, Tensor], stored: Mapping[str, StoredTensor]
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The weights of a model that the version which wrote a checkpoint knew, and the others, which are 0 in it."""
-    later = [name for name in weights if name.endswith(ADDED) and name not in stored]
-    return {name: tensor for name, tensor in weights.items() if name not in later}, [weights[name] for name in later]
+        fill(weights_of(part), stored)
 
 
 def locate(path: Path) -> Path | None:
@@ -406,8 +395,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
         with shapes_only():
             model = Retro(checkpoint.model)
             add_adapter(model, checkpoint.lora)
-        stored = index(checkpoint.weights)
-        check_shapes(_of_its_version(weights_of(model), stored)[0], stored)  # before memory is allocated for them
+        check_shapes(weights_of(model), index(checkpoint.weights))  # before memory is allocated for them
         model.to_empty(device=device)
         load_weights(checkpoint, model)
         return (merge(model) if checkpoint.lora.rank else model).eval()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
+from retro.copying.network_file import LATER
 from retro.model_settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def check_size(settings: ModelSettings, num_tensors: int, num_elements: int, whe
 def fill(tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
     """Copy stored tensors into live ones, plain or DTensors; of each only what this process holds is read.
 
+    Those that are `absent_in_earlier_versions` become 0.
+
     Raises:
         InputError: one is not there, or has another shape.
     """
@@ -167,6 +170,9 @@ def fill(tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor]) -> None
 
     check_shapes(tensors, stored)
     assert not any(tensor.is_meta for tensor in tensors.values())  # nothing could be copied into them
+    for name in [name for name in tensors if absent_in_earlier_versions(name, stored)]:
+        tensors[name].zero_()
+    tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, _described({name: stored[name] for name in tensors}))
     by_file: dict[Path, list[tuple[str, ReadItem]]] = defaultdict(list)
@@ -187,6 +193,8 @@ def check_shapes(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTenso
     """Raise InputError if a tensor is not stored, or has another shape."""
     where = next((str(one.shards[0].file.parent) for one in stored.values()), "the checkpoint")
     for name, tensor in tensors.items():
+        if absent_in_earlier_versions(name, stored):
+            continue
         if name not in stored:
             raise InputError(
                 f"{where} has no tensor {name}, which this model has: it is the checkpoint of another model."
@@ -194,6 +202,11 @@ def check_shapes(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTenso
         if stored[name].shape != tensor.shape:
             shapes = f"the shape {list(stored[name].shape)}, here it has {list(tensor.shape)}"
             raise InputError(f"{where}: {name} has {shapes}: it is the checkpoint of another model.")
+
+
+def absent_in_earlier_versions(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether stored networks of a copy head lack a parameter since they were written by an earlier version."""
+    return name.endswith(LATER) and name not in stored and name.replace(LATER, ".inner") in stored
 
 
 def _described(stored: Mapping[str, StoredTensor]) -> "Metadata":

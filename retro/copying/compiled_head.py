@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from indexing.machine import compiled
-from retro.copying.head import ALL_AGREE, OF_BEST, STEP, WIDTH, CopyHead, num_features
+from retro.copying.head import ALL_AGREE, BEST_FEATURES, STEP, WIDTH, CopyHead, num_features
 from retro.copying.matches import MATCH_LENGTHS
 
 
@@ -39,7 +39,7 @@ class CompiledHead:
     def __init__(self, head: CopyHead) -> None:
         count = len(head.known)
         first = num_features(count)  # of the features of the best candidates
-        inner = np.zeros((count, first + OF_BEST * count, WIDTH), np.float32)
+        inner = np.zeros((count, first + BEST_FEATURES * count, WIDTH), np.float32)
         inner_bias = np.zeros((count, WIDTH), np.float32)
         outer = np.zeros((count, len(MATCH_LENGTHS), WIDTH), np.float32)
         outer_bias = np.zeros((count, len(MATCH_LENGTHS)), np.float32)

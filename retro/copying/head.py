@@ -29,7 +29,7 @@ texts with S positions each and Q queries.
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def num_features(num_sources: int) -> int:
     return 2 + 4 * num_sources * len(MATCH_LENGTHS)
 
 
-OF_BEST = 3
+BEST_FEATURES = 3
 """Features of the best candidate of a source."""
 
 
@@ -93,22 +93,17 @@ class SourceNetwork(nn.Module):
         """A network that reads the features of some sources (`CopySource.reads`)."""
         super().__init__()
         self.inner = nn.Parameter(torch.zeros(WIDTH, num_features(num_sources)))
-        self.inner_best = nn.Parameter(torch.zeros(WIDTH, OF_BEST * num_sources))
+        self.inner_best = nn.Parameter(torch.zeros(WIDTH, BEST_FEATURES * num_sources))
         self.inner_bias = nn.Parameter(torch.zeros(WIDTH))
         self.outer = nn.Parameter(torch.zeros(len(MATCH_LENGTHS), WIDTH))
         self.outer_bias = nn.Parameter(torch.zeros(len(MATCH_LENGTHS)))
 
     def forward(self, features: Tensor, of_best: Tensor) -> Tensor:
         """Log-odds [..., L] from features, float32 [..., features], and those of the best candidates, float32
-        [..., `OF_BEST` C]. It reads the first ones."""
+        [..., `BEST_FEATURES` C]. It reads the first ones."""
         hidden = F.linear(features[..., : self.inner.shape[1]], self.inner, self.inner_bias)
         hidden = hidden + F.linear(of_best[..., : self.inner_best.shape[1]], self.inner_best)
         return STEP * F.linear(F.gelu(hidden), self.outer, self.outer_bias)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
-        """Networks of earlier versions do not read the best candidates."""
-        state_dict.setdefault(f"{prefix}inner_best", torch.zeros_like(self.inner_best))
-        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 class Origins(NamedTuple):

@@ -1,7 +1,7 @@
 """A language model with a copy head: logits and losses of the next tokens, what is copied included.
 
     inputs ─► hidden ─┬─► logits ──────────────────────────────┬─► mix ─► log-probabilities
-                      └─► vocabulary_losses ─► `Read` ─────────┴─► with_copying ─► losses, trust
+                      └─► vocabulary_losses ─► `MixtureParts` ─┴─► with_copying ─► losses, trust
     inputs ─► copy_sources ─► evidence ─┘
 
 Two models: `retro/model/retro.py`, and any decoder of transformers (`transformers_model.py`). Letters of the shape
@@ -90,7 +90,7 @@ class CopyingModel(nn.Module, ABC):
         return self.scored(inputs, hidden)[0]
 
     @torch.no_grad()
-    def read(self, ways: Sequence[Inputs], hidden: Tensor | None = None) -> "list[Read]":
+    def read(self, ways: Sequence[Inputs], hidden: Tensor | None = None) -> "list[MixtureParts]":
         """What `with_copying` needs of the same text with different neighbors and votes.
 
         The text is read once, with the neighbors of the first one: the activations must be equal for all. `hidden`
@@ -105,7 +105,8 @@ class CopyingModel(nn.Module, ABC):
         losses = self.vocabulary_losses(hidden, self.scored_tokens(learns), torch.cat(best, 2) if best else None)
         parts = iter(losses.log_best.split([part.shape[2] for part in best], 2))
         return [
-            Read(losses if evidence is None else losses._replace(log_best=next(parts)), evidence) for evidence in found
+            MixtureParts(losses if evidence is None else losses._replace(log_best=next(parts)), evidence)
+            for evidence in found
         ]
 
     def scored_evidence(self, inputs: Inputs) -> Evidence | None:
@@ -126,9 +127,9 @@ class CopyingModel(nn.Module, ABC):
         learns = self.copy_head is not None and self.copy_head.learns_trust(inputs)
         return inputs.following() if learns else inputs.labels
 
-    def with_copying(self, read: "Read", inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Losses and trust of `scored`, from what was read of these inputs."""
-        (vocabulary, evidence), head, trust = read, self.copy_head, None
+    def with_copying(self, parts: "MixtureParts", inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Losses and trust of `scored`, from what `read` returned for these inputs."""
+        (vocabulary, evidence), head, trust = parts, self.copy_head, None
         if head is None or evidence is None:
             return vocabulary.nats.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), None
         if head.learns_trust(inputs):
@@ -138,8 +139,8 @@ class CopyingModel(nn.Module, ABC):
         return losses.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), trust
 
 
-class Read(NamedTuple):
-    """What was read of a text with some neighbors and votes.
+class MixtureParts(NamedTuple):
+    """What is mixed for the tokens of a text with some neighbors and votes.
 
     Attributes:
         vocabulary: losses of `CopyingModel.scored_tokens` with the vocabulary alone.

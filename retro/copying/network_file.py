@@ -23,8 +23,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import parse_json, write_bytes
 
 FORMAT = "networks of a copy head, version 2"
-ADDED = ".inner_best"
-"""End of the name of parameters that files of earlier versions lack: 0 there."""
+LATER = ".inner_best"
+"""End of the names of parameters that 0.9.0 did not have. In what it wrote they are 0."""
 ACCEPTED = (
     "Accepted is a safetensors file with networks, which `retro add-retrieval MODEL --datastore DATASTORE --output FILE.safetensors` "
     "writes for a model of transformers."
@@ -96,7 +96,7 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
         raise InputError(f"{file}: {unknown[0]} is no parameter; the parameters are {', '.join(shapes)}. {ACCEPTED}")
     networks = {name.partition(".")[0] for name in weights}
     of_file = {name: shape for name, shape in shapes.items() if name.partition(".")[0] in networks}
-    missing = [name for name in of_file if name not in weights and not name.endswith(ADDED)]
+    missing = [name for name in of_file if name not in weights and not name.endswith(LATER)]
     if missing or not networks:
         raise InputError(f"{file}: {missing[0] if missing else 'every network'} is missing. {ACCEPTED}")
     for name, tensor in weights.items():

@@ -21,7 +21,7 @@ from retro.copying.rows import Row, WholeDatastore
 from retro.copying.source import CopySource, StepTexts, VotesOfRows, put
 from retro.copying.switch import KNOWN, faded
 
-Losses = Callable[[Tensor], TokenLosses]
+ComputeLosses = Callable[[Tensor], TokenLosses]
 """The best candidates int64 [1, t, C] of the sources after each token of a text → its losses [1, t]."""
 
 
@@ -134,7 +134,7 @@ class StepVotes:
         places = np.arange(len(row.tokens) - 1)
         return places[(places < start) | (places >= stop)]
 
-    def trust(self, row: Row, losses_of: Losses) -> tuple[float, ...]:
+    def trust(self, row: Row, losses_of: ComputeLosses) -> tuple[float, ...]:
         """Trust in each expert after the tokens of a row, from the losses of the tokens after them, as far as these
         earn trust."""
         inputs = self._inputs_of(row)
@@ -144,7 +144,7 @@ class StepVotes:
         earns = put(self.earning(row), self._device)
         return tuple(self._head.trust_after(losses_of(evidence.best), evidence, earns).tolist())
 
-    def copied_shares_of(self, row: Row, losses_of: Losses) -> Tensor:
+    def copied_shares_of(self, row: Row, losses_of: ComputeLosses) -> Tensor:
         """As `copied_shares`, for all next tokens of a text: float32 [t].
 
         Args:

@@ -23,7 +23,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
-from retro.copying.model import CopyingModel, Read
+from retro.copying.model import CopyingModel, MixtureParts
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse, searching
 from retro.data.windows import ScoringWindow, document_windows, sampled_windows, scored_tokens, window_batches
@@ -198,10 +198,10 @@ class Evaluator:
                 self.placement.wait()  # for the time of the reading
         return [partial(self._with_copying, *pair) for pair in zip(reads, ways, strict=True)]
 
-    def _with_copying(self, read: Read, inputs: Inputs) -> Tensor:
+    def _with_copying(self, parts: MixtureParts, inputs: Inputs) -> Tensor:
         """Losses of the labels with one of the uses."""
         with torch.inference_mode(), self.placement.autocast():
-            return self.model.with_copying(read, inputs)[0]
+            return self.model.with_copying(parts, inputs)[0]
 
 
 @dataclass

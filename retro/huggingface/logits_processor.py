@@ -34,7 +34,7 @@ from retro.batch.inputs import Inputs
 from retro.copying.head import CopyHead, open_networks
 from retro.copying.model import mixed
 from retro.copying.rows import Row, find_neighbors
-from retro.copying.step_votes import Losses, StepVotes
+from retro.copying.step_votes import ComputeLosses, StepVotes
 from retro.copying.switch import is_fraction
 from retro.copying.transformers_model import losses_of_logits
 from retro.huggingface.prompt_starts import announce_prompts
@@ -370,14 +370,14 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
         return self._votes_on(self._model.device).trust(end, self._losses_of(end))
 
-    def _losses_of(self, row: Row) -> Losses:
+    def _losses_of(self, row: Row) -> ComputeLosses:
         """The model's losses of the tokens after those of a text."""
         tokens = torch.from_numpy(row.tokens)[None].to(self._model.device)  # [1, t]
         logits = self._model(input_ids=tokens, use_cache=False).logits.to(self._model.device)
         return lambda best: losses_of_logits(logits, F.pad(tokens[:, 1:], (0, 1)), best)
 
     @torch.no_grad()
-    def trust_after(self, tokens: np.ndarray, losses_of: Losses) -> tuple[float, ...]:
+    def trust_after(self, tokens: np.ndarray, losses_of: ComputeLosses) -> tuple[float, ...]:
         """Trust in copying after a prompt int64 [t], from a model's losses of the tokens after each one; the last does
         not count."""
         return self._votes_on(torch.device("cpu")).trust(self.row(tokens), losses_of)

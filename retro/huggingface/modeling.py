@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import check_version
-from retro.copying.network_file import ADDED
+from retro.copying.network_file import LATER
 from retro.copying.rows import Row
 from retro.device import Placement
 from retro.huggingface.retrieval import RetrieveNeighbors, open_retrieval
@@ -170,7 +170,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         """
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        for name in [name for name in info["missing_keys"] if name.endswith(ADDED)]:  # written by an earlier version
+        for name in [name for name in info["missing_keys"] if name.endswith(LATER)]:  # written by an earlier version
             model.get_parameter(name).data.zero_()
             info["missing_keys"].remove(name)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

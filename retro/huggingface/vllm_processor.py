@@ -221,7 +221,8 @@ def trust_of(processor: "DatastoreLogitsProcessor", output: Any) -> list[float]:
 
     def losses_of(best: Tensor) -> TokenLosses:
         of_best = [
-            [_log_p(token, by_token) for token in row] for row, by_token in zip(best[0].tolist(), found, strict=False)
+            [_log_p(token, by_token) for token in row]
+            for row, by_token in zip(best[0, :-1].tolist(), found, strict=True)
         ]
         return TokenLosses(nats, top, torch.tensor([[*of_best, [0.0] * best.shape[2]]]))
 

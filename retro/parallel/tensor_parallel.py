@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from retro.batch.inputs import Inputs
 from retro.batch.loss import TokenLosses, token_losses
-from retro.copying.model import Read
+from retro.copying.model import MixtureParts
 from retro.model.attention import Attention, PerHead
 from retro.model.retro import ChunkedCrossAttention, Retro
 
@@ -133,7 +133,8 @@ def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, input
     evidence = model.scored_evidence(inputs)
     best = None if evidence is None else evidence.best
     vocabulary = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs), best))
-    return own_part(model.with_copying(Read(of_all_tokens(vocabulary, mesh), evidence), inputs)[0], mesh)
+    parts = MixtureParts(of_all_tokens(vocabulary, mesh), evidence)
+    return own_part(model.with_copying(parts, inputs)[0], mesh)
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -11,8 +11,7 @@ from retro.adapters.adapters import RETRIEVAL, add_adapter, is_lora, stored_name
 from retro.adapters.prefix import PREFIX, initialize_prefix
 from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.checkpoints.checkpoint import Checkpoint
-from retro.checkpoints.tensor_files import fill, index
-from retro.copying.network_file import ADDED
+from retro.checkpoints.tensor_files import absent_in_earlier_versions, fill, index
 from retro.model.retro import Retro
 from retro.model_settings import flatten, keys_with, keys_without_effect
 
@@ -54,10 +53,7 @@ def load_initial_weights(
         raise InputError(
             f"train.init_from: {path} has weights that this model lacks: {', '.join(foreign)}. {_switch(foreign, 'true')}{advice}"
         )
-    later = [
-        name for name in ours if name.endswith(ADDED) and name not in theirs and name.replace(ADDED, ".inner") in theirs
-    ]
-    drawn = [name for name in ours if name not in theirs and name not in later]
+    drawn = [name for name in ours if name not in theirs and not absent_in_earlier_versions(name, theirs)]
     trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[weights]
     if untrained := [name for name in drawn if not name.startswith(trained) and PREFIX not in name]:
         raise InputError(
@@ -70,12 +66,10 @@ def load_initial_weights(
         raise InputError(
             f"train.init_from: {path} has another tokenizer than data.datastores. Build these with the model's tokenizer."
         )
-    fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
+    fill({name: tensor for name, tensor in ours.items() if name not in drawn}, theirs)
     for name in drawn:
         if name.startswith("cross.") and name.endswith(".o_proj.weight"):
             ours[name].zero_()
-    for name in later:  # networks of an earlier version
-        ours[name].zero_()
     if any(PREFIX in name for name in drawn):
         initialize_prefix(model)
     if not recorded and not set(checkpoint.datastores) & set(datastores):

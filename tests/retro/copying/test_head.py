@@ -12,7 +12,7 @@ from retro.batch.loss import IGNORED_LABEL, TokenLosses
 from retro.copying import matches as matching
 from retro.copying.context import context_matches
 from retro.copying.datastore import DATASTORE
-from retro.copying.head import OF_BEST, CopyHead, Origins
+from retro.copying.head import BEST_FEATURES, CopyHead, Origins
 from retro.copying.matches import LONGEST, MATCH_LENGTHS, Matches, counts_by_length, match_lengths
 from retro.copying.neighbors import NEIGHBORS, neighbor_matches
 from retro.model.retro import Retro
@@ -277,7 +277,7 @@ def test_a_network_can_copy_less_of_a_best_candidate_that_the_vocabulary_exclude
     assert before[0] > before[1] > -1
     network = head.network(DATASTORE)
     assert network is not None
-    network.inner_best[0, OF_BEST * head.index("datastore") + 1] = 1.0  # its log-probability
+    network.inner_best[0, BEST_FEATURES * head.index("datastore") + 1] = 1.0  # its log-probability
     network.outer[:, 0] = 1.0
     after = head.mix(logits, sources, evidence)[:, 0, 2]
     assert after[1] < before[1] < before[0] < after[0]
@@ -295,15 +295,6 @@ def test_a_text_that_is_read_once_has_the_losses_of_each_way_alone() -> None:
     hidden, _ = model.hidden(whole)
     for read, inputs in zip(model.read(ways, hidden), ways, strict=True):
         torch.testing.assert_close(model.with_copying(read, inputs)[0], model.token_losses(inputs, hidden))
-
-
-@torch.no_grad()
-def test_networks_of_earlier_versions_do_not_read_the_best_candidates() -> None:
-    head, state = CopyHead(("context", "datastore"), M), CopyHead(("context", "datastore"), M).state_dict()
-    for parameter in head.parameters():
-        parameter.fill_(1.0)
-    head.load_state_dict({name: tensor for name, tensor in state.items() if "inner_best" not in name})
-    assert not head.state_dict()["datastore.inner_best"].any()
 
 
 @torch.no_grad()
