@@ -1,8 +1,7 @@
 """What drafts cost: how much longer a pass takes that reads them.
 
-On a CPU passes of a small decoder are measured once (`indexing/measured.py`), with the kernel that multiplies few rows
-in the model. Products grow by steps of some rows, and with plain weights those of two and of three rows are slower than
-those of four.
+On a CPU passes of a small decoder are measured once (`indexing/measured.py`), with packed or with plain weights. With
+plain ones products of two and of three rows are slower than those of four.
 """
 
 import functools
@@ -29,13 +28,12 @@ def draft_costs(model: Retro) -> np.ndarray:
     """What drafts of 0 to 8 tokens add to a pass over one text, as shares of it, float64 [1 + LONGEST_DRAFT]."""
     if model.output_weight.device.type != "cpu":
         return np.array(GPU_COSTS)
-    packed = model.packed_output
-    return _measured_costs(packed.few if isinstance(packed, PackedProduct) else "unpacked").copy()
+    return _measured_costs(isinstance(model.packed_output, PackedProduct)).copy()
 
 
 @functools.cache
-def _measured_costs(kernel: str) -> np.ndarray:
-    return costs_of(times_of(drafts(kernel)))
+def _measured_costs(packed: bool) -> np.ndarray:
+    return costs_of(times_of(drafts(packed)))
 
 
 def costs_of(milliseconds: Mapping[str, float]) -> np.ndarray:
@@ -44,16 +42,17 @@ def costs_of(milliseconds: Mapping[str, float]) -> np.ndarray:
     return np.maximum(times / times[0] - 1, 0.0)
 
 
-def drafts(kernel: str) -> Question:
-    """How long a pass with a draft of 0 to 8 tokens takes, by the kernel for few rows; `unpacked`: plain weights."""
+def drafts(packed: bool) -> Question:
+    """How long a pass with a draft of 0 to 8 tokens takes, with packed or with plain weights."""
     lengths = range(1 + LONGEST_DRAFT)
-    return Question(f"drafts, {kernel}", tuple(map(str, lengths)), partial(_passes, kernel))
+    name = "drafts, packed" if packed else "drafts, unpacked"
+    return Question(name, tuple(map(str, lengths)), partial(_passes, packed))
 
 
 _LAYERS, _VOCABULARY, _PROMPT, _CONTEXT = 8, 4096, 128, 4096
 
 
-def _passes(kernel: str) -> Ways:
+def _passes(packed: bool) -> Ways:
     """Passes of a decoder that has read a prompt, each over one token more than the last one."""
     settings = ModelSettings(
         vocab_size=_VOCABULARY,
@@ -74,8 +73,8 @@ def _passes(kernel: str) -> Ways:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.01)
-    if kernel != "unpacked":
-        pack_with(model, kernel, kernel)
+    if packed:
+        pack_with(model, "float16")
     decoder = Decoder(model, Placement(torch.device("cpu"), torch.float32), _CONTEXT)
     row = decoder.add(np.zeros(_PROMPT, np.int64))
     decoder.read([row])

@@ -1,7 +1,7 @@
 """Packed weights of a model for inference on a CPU: one kernel for few rows, and one for many.
 
-A pass over few tokens takes as long as reading all weights. Plain weights are read row by row, far below the memory's
-bandwidth. Packed ones are in the layout of a kernel that reaches most of it, with two bytes a weight.
+A pass over few tokens takes as long as reading all weights. Plain weights have four bytes, and are read below the
+memory's bandwidth. Packed ones have two, and a kernel that reaches most of it.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from indexing.machine import onednn_has_bfloat16
+from indexing.measured import fastest
 from retro.device import Placement
 from retro.inference.few_tokens import with_loops
-from retro.inference.packed_kernels import PackedLinear, PackedProduct, few_rows, has_fbgemm, kernel_of, many_rows
+from retro.inference.packed_kernels import MANY_ROWS, PackedLinear, PackedProduct, has_fbgemm
 from retro.model.retro import Retro
 
 
@@ -22,13 +23,11 @@ def can_pack(placement: Placement) -> bool:
     return placement.half_weights and has_fbgemm()
 
 
-def kernels_of(placement: Placement) -> tuple[str, str]:
-    """Names of the kernels for few and for many rows: those that the precision names, or for `auto` the fastest ones."""
+def kernel_for_many(placement: Placement) -> str:
+    """Name of the kernel for many rows: that of the precision, or for `auto` the fastest one."""
     if placement.dtype == torch.bfloat16 and onednn_has_bfloat16():
-        many = "bfloat16"
-    else:
-        many = kernel_of(many_rows()) if placement.is_measured else "float16"
-    return kernel_of(few_rows()) if placement.is_measured else "float16", many
+        return "bfloat16"
+    return fastest(MANY_ROWS) if placement.is_measured else "float16"
 
 
 JOINED = {
@@ -42,24 +41,24 @@ the same bits in float16."""
 def pack(model: Retro, placement: Placement) -> None:
     """Pack a model's weights by the precision, if the machine has such kernels."""
     if can_pack(placement):
-        pack_with(model, *kernels_of(placement))
+        pack_with(model, kernel_for_many(placement))
 
 
 @torch.no_grad()
-def pack_with(model: Retro, few: str, many: str) -> None:
-    """Pack the weights of blocks, and a copy of the output layer's, for the kernels `few` and `many` of `PackedProduct`.
+def pack_with(model: Retro, many: str) -> None:
+    """Pack the weights of blocks, and a copy of the output layer's. `many`: see `PackedProduct`.
 
     The model can then only compute outputs: its blocks have no weights to train, save or copy to another device.
     """
-    model.packed_output = PackedProduct(model.output_weight.detach(), None, few, many)
+    model.packed_output = PackedProduct(model.output_weight.detach(), None, many)
     for name in ("attention", "feed_forward", "cross", "encoder"):
         for block in list(getattr(model, name, nn.Module()).modules()):
             joined, parts = JOINED.get(name, ("", ()))
             if joined and all(type(getattr(block, part, None)) is nn.Linear for part in parts):
-                setattr(block, joined, PackedLinear(*_joined(block, parts), few, many))
+                setattr(block, joined, PackedLinear(*_joined(block, parts), many))
             for key, child in list(block.named_children()):
                 if type(child) is nn.Linear and key not in ("distance_proj", "router"):
-                    setattr(block, key, PackedLinear(child.weight, child.bias, few, many))
+                    setattr(block, key, PackedLinear(child.weight, child.bias, many))
     with_loops(model)
 
 

@@ -212,26 +212,22 @@ def check_cpu() -> list[Finding]:
     from indexing.machine import onednn_has_bfloat16
     from indexing.measured import PRODUCTS, Question, cache_file, times_of
     from retro.inference.draft_costs import costs_of, drafts
-    from retro.inference.packed_kernels import few_rows, has_fbgemm, kernel_of, many_rows
+    from retro.inference.packed_kernels import MANY_ROWS, has_fbgemm
     from retro.model.kernels import BFLOAT16_ATTENTION
 
-    chosen, kernels = list[Question](), ["unpacked"]
+    chosen = list[Question]()
     if onednn_has_bfloat16():
         chosen += [*PRODUCTS.values(), BFLOAT16_ATTENTION]
     if has_fbgemm():
-        chosen += [few_rows(), many_rows()]
-        kernels.insert(0, kernel_of(few_rows()))
+        chosen.append(MANY_ROWS)
     findings = [Finding("ok", "cpu", f"{torch.backends.cpu.get_cpu_capability()}, measured once: {cache_file()}")]
     for question in chosen:
-        if len(question.ways) == 1:
-            findings.append(Finding("ok", question.name, f"{question.ways[0]} is used: nothing else is possible here"))
-            continue
         times = times_of(question)
         shown = ", ".join(f"{way} {milliseconds:.2f} ms" for way, milliseconds in times.items())
         findings.append(Finding("ok", question.name, f"{question.best_of(times)} is used ({shown})"))
-    for kernel in kernels:
-        costs = ", ".join(f"{cost:.2f}" for cost in costs_of(times_of(drafts(kernel))))
-        findings.append(Finding("ok", drafts(kernel).name, f"0, 1, … tokens take {costs} passes more"))
+    for question in (drafts(True), drafts(False)) if has_fbgemm() else (drafts(False),):
+        costs = ", ".join(f"{cost:.2f}" for cost in costs_of(times_of(question)))
+        findings.append(Finding("ok", question.name, f"0, 1, … tokens take {costs} passes more"))
     return findings
 
 

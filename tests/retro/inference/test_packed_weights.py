@@ -16,7 +16,7 @@ from retro.device import Placement, choose_inference_placement
 from retro.inference import packed_weights
 from retro.inference.decoder import Decoder
 from retro.inference.packed_kernels import FEW_ROWS
-from retro.inference.packed_weights import PackedLinear, can_pack, kernels_of, pack
+from retro.inference.packed_weights import PackedLinear, can_pack, kernel_for_many, pack
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever
@@ -56,30 +56,30 @@ def packed(placement: Placement, scheme: str = "rope") -> Retro:
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("many", ["float16", "float32", WITH_BFLOAT16])
-@pytest.mark.parametrize("few", ["float16", "float32"])
+@pytest.mark.parametrize("many", ["float16", "fbgemm", "float32", WITH_BFLOAT16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, FEW_ROWS), (2, 33)])
+@pytest.mark.parametrize("inputs", [96, 45])
 def test_a_packed_product_equals_that_of_a_linear_layer(
-    shape: tuple[int, int], bias: bool, few: str, many: str
+    inputs: int, shape: tuple[int, int], bias: bool, many: str
 ) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(96, 80, bias=bias), torch.randn(*shape, 96)
+    layer, x = nn.Linear(inputs, 80, bias=bias), torch.randn(*shape, inputs)
     with torch.inference_mode():
-        product = PackedLinear(layer.weight, layer.bias, few, many)(x)
-        kernel = many if shape[0] * shape[1] > FEW_ROWS else few
+        product = PackedLinear(layer.weight, layer.bias, many)(x)
+        kernel = many if shape[0] * shape[1] > FEW_ROWS else "float16"
         assert product.dtype == (torch.bfloat16 if kernel == "bfloat16" else torch.float32)
         if kernel == "bfloat16":
             assert torch.equal(product, layer.bfloat16()(x.bfloat16()))
         else:
-            weight = layer.weight.half().float() if kernel == "float16" else layer.weight
+            weight = layer.weight if kernel == "float32" else layer.weight.half().float()
             torch.testing.assert_close(product, F.linear(x, weight, layer.bias))
 
 
 @needs_fbgemm
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     torch.manual_seed(0)
-    layer, x = PackedLinear(torch.randn(1000, 600), None, "float16", "float16"), torch.randn(140, 600)
+    layer, x = PackedLinear(torch.randn(1000, 600), None, "float16"), torch.randn(140, 600)
     for rows in range(1, 140):
         assert torch.equal(layer(x[:rows]), layer(x)[:rows])
 
@@ -89,25 +89,21 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 def test_joined_products_have_the_bits_of_single_ones(num_rows: int) -> None:
     torch.manual_seed(0)
     weights, x = [torch.randn(outputs, 100) for outputs in (72, 24, 24)], torch.randn(num_rows, 100)
-    single = [PackedLinear(weight, None, "float16", "float16")(x) for weight in weights]
-    assert torch.equal(PackedLinear(torch.cat(weights), None, "float16", "float16")(x), torch.cat(single, dim=1))
+    single = [PackedLinear(weight, None, "float16")(x) for weight in weights]
+    assert torch.equal(PackedLinear(torch.cat(weights), None, "float16")(x), torch.cat(single, dim=1))
 
 
 @needs_fbgemm
 @pytest.mark.parametrize(
-    ("precision", "few", "many"),
-    [
-        ("float16", "float16", "float16"),
-        ("auto", "float32", "float32"),
-        pytest.param("bfloat16", "float16", "bfloat16", marks=needs_bfloat16),
-    ],
+    ("precision", "many"),
+    [("float16", "float16"), ("auto", "fbgemm"), pytest.param("bfloat16", "bfloat16", marks=needs_bfloat16)],
 )
-def test_a_precision_names_its_kernels_and_auto_asks_the_table(
-    precision: Precision, few: str, many: str, monkeypatch: pytest.MonkeyPatch
+def test_a_precision_names_its_kernel_for_many_rows_and_auto_asks_the_table(
+    precision: Precision, many: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "fastest_products", lambda *_: "float32")
-    monkeypatch.setattr(packed_weights, "kernel_of", lambda _: "float32")
-    assert kernels_of(choose_inference_placement("cpu", precision)) == (few, many)
+    monkeypatch.setattr(packed_weights, "fastest", lambda _: "fbgemm")
+    assert kernel_for_many(choose_inference_placement("cpu", precision)) == many
 
 
 @needs_fbgemm

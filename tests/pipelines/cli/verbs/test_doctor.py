@@ -4,7 +4,6 @@ import pytest
 
 from pipelines.cli.verbs import doctor
 from pipelines.cli.verbs.doctor import Finding, conflicts, examine, faiss_conflicts, print_findings
-from retro.inference.packed_kernels import few_rows
 
 
 @pytest.mark.parametrize(
@@ -110,25 +109,15 @@ def test_a_cpu_shows_what_was_chosen_and_the_times_that_decide(monkeypatch: pyte
         "training": {"float32": 20.0, "bfloat16": 33.5},
         "inference": {"float32": 8.0, "bfloat16": 5.0},
         "attention in bfloat16": {"blocks of 64": 2.0, "fused": 1.0},
-        "generation": {"float16": 1.0, "float32": 2.0},
-        "prompts": {"float16": 3.0, "float32": 1.5},
+        "prompts": {"float16": 3.0, "fbgemm": 2.5, "float32": 1.5},
     }
     monkeypatch.setattr("indexing.machine.onednn_has_bfloat16", lambda: True)
     monkeypatch.setattr("retro.inference.packed_kernels.has_fbgemm", lambda: True)
-    monkeypatch.setattr("retro.inference.packed_kernels.kernel_of", lambda _: "float16")
-    monkeypatch.setattr("retro.inference.packed_kernels.has_equal_rows", lambda _: True)
-    few_rows.cache_clear()
     monkeypatch.setattr("indexing.measured.times_of", lambda question: times.get(question.name, {"0": 2.0, "1": 2.5}))
     first, *findings = doctor.check_cpu()
     shown = {finding.topic: finding.message for finding in findings}
     assert "measured.json" in first.message
     assert shown["training"] == "float32 is used (float32 20.00 ms, bfloat16 33.50 ms)"
     used = [shown[name].partition(" is used")[0] for name in times]
-    assert used == ["float32", "bfloat16", "fused", "float16", "float32"]
-    assert shown["drafts, float16"] == shown["drafts, unpacked"] == "0, 1, … tokens take 0.00, 0.25 passes more"
-    monkeypatch.setattr("retro.inference.packed_kernels.has_equal_rows", lambda name: name == "float16")
-    few_rows.cache_clear()
-    assert {finding.topic: finding.message for finding in doctor.check_cpu()}["generation"].startswith(
-        "float16 is used:"
-    )
-    few_rows.cache_clear()
+    assert used == ["float32", "bfloat16", "fused", "float32"]
+    assert shown["drafts, packed"] == shown["drafts, unpacked"] == "0, 1, … tokens take 0.00, 0.25 passes more"
