@@ -8,14 +8,15 @@ layer, and each takes longer than its numbers need. A pass over more rows, and b
 have, run as in training. Letters of the shape comments as in `decoder.py`; in addition P, rotated pairs of a head.
 """
 
-from typing import cast
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from retro.inference.cached_layers import TokensOfLayer
-from retro.inference.packed_kernels import FEW_ROWS, Kernel, PackedLinear
+from retro.inference.packed_kernels import FEW_ROWS, Float16, PackedLinear
 from retro.model.attention import Attention
 from retro.model.feed_forward import GatedFeedForward
 from retro.model.positions import NoPositions, RopePositions
@@ -60,31 +61,40 @@ class AttentionOfFew(Residual[Attention]):
             rotation = np.zeros((2, x.shape[0] * x.shape[1], 0), np.float32)
         else:
             return super().forward(x, read, before=before)
-        return x + self._attended(source, rotation, read.cache).view(x.shape)
+        return _added(x, self._attended(_rows(source), rotation, read.cache))
 
-    def _attended(self, source: Tensor, rotation: np.ndarray, cache: TokensOfLayer) -> Tensor:
-        """The output of the block, [N·n, D]. Rotations are [2, N·n, P]."""
+    def _attended(self, rows: np.ndarray, rotation: np.ndarray, cache: TokensOfLayer) -> np.ndarray:
+        """The output of the block for rows [N·n, D]. Rotations are [2, N·n, P]."""
         from retro.inference.compiled_blocks import attend  # numba, which takes half a second
 
-        block, span = self.block, cache.span
-        projected = _of_few(block.qkv_proj)(_normalized(source, self.norm))  # [N·n, (H + 2·G)·C]
-        sums = projected.new_empty(len(projected), block.num_heads * block.head_dim)
+        span, (scale, norms) = cache.span, self._constants
+        projected = _few(self.block.qkv_proj).of_array(self._norm_of_few(rows))  # [N·n, (H + 2·G)·C]
+        sums = np.empty((len(rows), self.block.num_heads * self.block.head_dim), np.float32)
         attend(
-            projected.numpy(),
+            projected,
             rotation,
-            _weight(block.q_norm),
-            _weight(block.k_norm),
-            0.0 if block.q_norm is None else float(cast(float, block.q_norm.eps)),
+            *norms,
             cache.cache.keys.numpy(),
             cache.cache.values.numpy(),
             cache.layer,
             span.places,
             span.starts,
             self._window,
-            float(block.scale or block.head_dim**-0.5),
-            sums.numpy(),
+            scale,
+            sums,
         )
-        return _of_few(block.o_proj)(sums)
+        return _few(self.block.o_proj).of_array(sums)
+
+    @cached_property
+    def _norm_of_few(self) -> "_Norm":
+        return _Norm.of(self.norm)
+
+    @cached_property
+    def _constants(self) -> tuple[float, tuple[np.ndarray, np.ndarray, float]]:
+        """The scale, and of the norms of queries and keys the weights and eps."""
+        block = self.block
+        eps = 0.0 if block.q_norm is None else float(cast(float, block.q_norm.eps))
+        return float(block.scale or block.head_dim**-0.5), (_weight(block.q_norm), _weight(block.k_norm), eps)
 
 
 class FeedForwardOfFew(Residual[nn.Module]):
@@ -95,17 +105,41 @@ class FeedForwardOfFew(Residual[nn.Module]):
         source, block = x if before is None else before, self.block
         if not _is_few(source):
             return super().forward(x, *reads, before=before)
-        normed = _normalized(source, self.norm)  # [N·n, D]
-        if isinstance(block, GatedFeedForward) and block.gate_up_proj is not None:
-            from retro.inference.compiled_blocks import gated
+        normed = self._norm_of_few(_rows(source))  # [N·n, D]
+        if not isinstance(block, GatedFeedForward) or block.gate_up_proj is None:
+            return x + cast(Tensor, block(torch.from_numpy(normed))).view(x.shape)
+        from retro.inference.compiled_blocks import gated
 
-            joined = _of_few(block.gate_up_proj)(normed)  # [N·n, 2·F]
-            inner = joined.new_empty(len(joined), joined.shape[1] // 2)
-            gated(joined.numpy(), inner.numpy())
-            out = _of_few(block.down_proj)(inner)
-        else:
-            out = cast(Tensor, block(normed))
-        return x + out.view(x.shape)
+        joined = _few(block.gate_up_proj).of_array(normed)  # [N·n, 2·F]
+        inner = np.empty((len(joined), joined.shape[1] // 2), np.float32)
+        gated(joined, inner)
+        return _added(x, _few(block.down_proj).of_array(inner))
+
+    @cached_property
+    def _norm_of_few(self) -> "_Norm":
+        return _Norm.of(self.norm)
+
+
+class _Norm(NamedTuple):
+    """RMSNorm or LayerNorm of rows."""
+
+    weight: np.ndarray
+    bias: np.ndarray
+    eps: float
+    centers: bool
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> "_Norm":
+        bias = getattr(norm, "bias", None)
+        array = _NONE if bias is None else bias.detach().numpy()
+        return cls(_weight(norm), array, float(cast(float, norm.eps)), isinstance(norm, nn.LayerNorm))
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        from retro.inference.compiled_blocks import normalize
+
+        out = np.empty_like(rows)
+        normalize(rows, *self, out)
+        return out
 
 
 def _is_few(x: Tensor) -> bool:
@@ -113,22 +147,21 @@ def _is_few(x: Tensor) -> bool:
     return x.ndim == 3 and x.shape[0] * x.shape[1] <= FEW_ROWS and x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _of_few(linear: nn.Module | None) -> Kernel:
+def _rows(x: Tensor) -> np.ndarray:
+    """Activations [N, n, D] as rows [N·n, D]. Between two products there are arrays only: calls of torch would take
+    longer than the loops."""
+    rows: np.ndarray = x.view(-1, x.shape[2]).numpy()
+    return rows
+
+
+def _added(x: Tensor, rows: np.ndarray) -> Tensor:
+    return x + torch.from_numpy(rows).view(x.shape)
+
+
+def _few(linear: nn.Module | None) -> Float16:
     return cast(PackedLinear, linear).few
 
 
 def _weight(norm: nn.Module | None) -> np.ndarray:
     """Weights of a norm; none if there is no norm."""
     return _NONE if norm is None else cast(Tensor, norm.weight).detach().numpy()
-
-
-def _normalized(x: Tensor, norm: nn.Module) -> Tensor:
-    """The norm of x [N, n, D], [N·n, D]."""
-    from retro.inference.compiled_blocks import normalize
-
-    rows = x.view(-1, x.shape[2])
-    out = torch.empty_like(rows)
-    bias = _NONE if (parameter := getattr(norm, "bias", None)) is None else parameter.detach().numpy()
-    eps, centers = float(cast(float, norm.eps)), isinstance(norm, nn.LayerNorm)
-    normalize(rows.numpy(), _weight(norm), bias, eps, centers, out.numpy())
-    return out

@@ -28,7 +28,7 @@ from retro.copying.provenance import ChunkWithNeighbors, CopiedFrom
 from retro.copying.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.decoder import Decoder
 from retro.inference.draft_costs import draft_costs
-from retro.inference.drafts import Account, Match, draft
+from retro.inference.drafts import NOTHING, Account, propose
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode, TextStream
@@ -96,7 +96,7 @@ class Continuation:
         self.trust: tuple[float, ...] | None = None  # of the row, once its prompt is read
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
-        self._drafts, self._proposed, self._cost = Account(), Match(0, np.zeros(0, np.int64)), 0.0
+        self._drafts, self._proposed, self._cost = Account(), NOTHING, 0.0
         self._generator = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
         self._numbers: list[float] = []  # of the next tokens; a step that fails leaves them as they are
 
@@ -144,19 +144,21 @@ class Continuation:
 
     def draft(self, row: Row, room: int, costs: np.ndarray, datastore: WholeDatastore | None) -> np.ndarray:
         """Return the draft of its row, of at most `room` tokens, `costs` of 0, 1 … tokens in passes; see
-        `drafts.draft`."""
+        `drafts.propose`."""
         room = min(room, self.settings.max_tokens - len(self.generated) - 1)
         if room <= 0:
             return row.tokens[:0]
-        self._proposed = draft(row.tokens, row.neighbor_texts(), datastore if row.retrieve else None)
-        num_drafted = self._drafts.worth_reading(self._proposed, costs[: 1 + room])
+        searched = datastore if row.retrieve else None
+        most = min(room, len(costs) - 1)
+        self._proposed = propose(row.tokens, self._drafts.rates, row.neighbor_texts(), searched, most)
+        num_drafted = self._drafts.worth_reading(self._proposed, costs)
         self._cost = float(costs[num_drafted])
-        return self._proposed.following[:num_drafted]
+        return self._proposed.tokens[:num_drafted]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Compare the tokens of a step with those that were proposed for it."""
         self._drafts.update(self._proposed, tokens, self._cost)
-        self._proposed, self._cost = Match(0, self._proposed.following[:0]), 0.0
+        self._proposed, self._cost = NOTHING, 0.0
 
 
 _Text = tuple[Continuation, RetrieveNeighbors | None]

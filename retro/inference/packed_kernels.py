@@ -44,9 +44,14 @@ class Float16:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Kernel`: float32."""
-        padded = F.pad(rows, (0, self._missing)) if self._missing else rows
-        out = torch.empty(len(rows), len(self._weight))
-        self._multiply(padded.float().contiguous().numpy(), self._weight, self._bias, out.numpy())
+        return torch.from_numpy(self.of_array(rows.float().contiguous().numpy()))
+
+    def of_array(self, rows: np.ndarray) -> np.ndarray:
+        """The same for float32 arrays without gaps: calls of torch would take longer than some products."""
+        out = np.empty((len(rows), len(self._weight)), np.float32)
+        if self._missing:
+            rows = np.pad(rows, ((0, 0), (0, self._missing)))
+        self._multiply(rows, self._weight, self._bias, out)
         return out
 
 
@@ -106,13 +111,13 @@ class PackedProduct:
     """The product x W^T + b, by the compiled loops for few rows and any kernel for many.
 
     Attributes:
-        of_few: the kernel for at most `FEW_ROWS` rows.
+        of_few: the loops, for at most `FEW_ROWS` rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, many: str) -> None:
         """Pack a weight [outputs, inputs]; the bias has one number per output. `many`: see `KERNELS`."""
-        self.of_few = KERNELS["float16"](weight, bias)
-        self._many = self.of_few if many == "float16" else KERNELS[many](weight, bias)
+        self.of_few = Float16(weight, bias)
+        self._many: Kernel = self.of_few if many == "float16" else KERNELS[many](weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs], in the dtype of the kernel's results."""
@@ -125,7 +130,7 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight is packed.
 
     Attributes:
-        few: its product for at most `FEW_ROWS` rows, see `Kernel`.
+        few: see `PackedProduct.of_few`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, many: str) -> None:

@@ -18,10 +18,10 @@ from retro.inference.decoder import DRAFTED_TOKENS, Decoder
 from retro.inference.drafts import (
     LONGEST_DRAFT,
     Account,
-    Match,
-    draft,
-    match_in,
-    match_in_text,
+    Guess,
+    Proposal,
+    longest_match,
+    propose,
 )
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.settings import GenerationSettings
@@ -59,27 +59,80 @@ def test_the_longest_match_is_that_of_a_loop_and_the_last_of_several(source: lis
         return equal.index(False) if False in equal else len(equal)
 
     lengths = [length(end) for end in range(len(source) - 1)]
-    found = match_in(array(*source), array(*tokens))
-    assert found.length == max(lengths)
-    if found.length:
-        end = max(end for end, own in enumerate(lengths) if own == found.length)
-        assert found.following.tolist() == source[end + 1 : end + 1 + LONGEST_DRAFT]
+    found, following = longest_match(array(*source), array(*tokens))
+    assert found == max(lengths)
+    if found:
+        end = max(end for end, own in enumerate(lengths) if own == found)
+        assert following == source[end + 1]
+
+
+TEXT, NEIGHBORS, DATASTORE = slice(0, 5), slice(5, 10), slice(10, 16)
+
+
+def rates(text: float = 0.0, neighbors: float = 0.0, datastore: float = 0.0) -> list[float]:
+    return [text] * 5 + [neighbors] * 5 + [datastore] * 6
+
+
+class Votes:
+    """A datastore in which `following` has a share of the votes after a match of the `number`th length."""
+
+    def __init__(self, following: int, fifteenths: int, number: int) -> None:
+        self.texts, self._votes = list[list[int]](), np.zeros((1, 32), np.int64)
+        self._votes[0, 1:4] = 99, following, 98
+        of_lengths = self._votes[0, 4:].reshape(7, 4)
+        of_lengths[:number] = 5, 15, 0, 0  # shorter matches agree on another token
+        of_lengths[number] = 1, 0, fifteenths, 15 - fifteenths
+
+    def last_votes(self, texts: list[np.ndarray]) -> np.ndarray:
+        self.texts += [text.tolist() for text in texts]
+        return self._votes
 
 
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
-    assert match_in_text(array(7, 1, 2, 1, 2)).following.tolist() == [1, 2, 1, 2, 1, 2, 1, 2]
+    assert propose(array(7, 1, 2, 1, 2), rates(0.9)).tokens.tolist() == [1, 2, 1, 2, 1, 2, 1, 2]
 
 
-def test_the_longest_match_of_text_and_neighbors_is_proposed() -> None:
+def test_of_the_guesses_for_a_place_that_of_the_better_source_is_proposed() -> None:
     text, neighbors = array(1, 2, 9, 1, 2, 3, 1, 2), [array(5, 6), array(3, 1, 2, 8, 4)]
-    assert draft(text, neighbors).following.tolist() == [8, 4]
-    assert draft(text).following.tolist()[:3] == [3, 1, 2]
-    assert draft(array(1, 2, 3)).following.tolist() == [], "no token equals the last one"
-    assert draft(array(4), [array(5, 4)]).following.tolist() == [], "nothing follows the match"
+    by_text, by_neighbors = propose(text, rates(0.9, 0.8), neighbors), propose(text, rates(0.8, 0.9), neighbors)
+    assert by_text.tokens.tolist()[:4] == [3, 1, 2, 3]
+    assert by_neighbors.tokens.tolist() == [8, 4], "nothing follows the last token of the neighbor, nor occurs before"
+    assert by_neighbors.guesses[0] == by_text.guesses[0] == [Guess(1, 3), Guess(6, 8)]
+    assert propose(array(1, 2, 3), rates(0.9)).tokens.tolist() == [], "no token equals the last one"
+    assert propose(array(4), rates(0.9, 0.9), [array(5, 4)]).tokens.tolist() == [], "nothing follows the match"
 
 
-def matches(length: int) -> Match:
-    return Match(length, np.arange(LONGEST_DRAFT))
+@pytest.mark.parametrize(("fifteenths", "agree"), [(7, 0), (8, 1), (11, 1), (12, 2), (15, 2)])
+@pytest.mark.parametrize(("number", "is_long"), [(0, 0), (5, 0), (6, 1)])
+def test_the_votes_of_the_longest_match_in_the_datastore_are_a_guess(
+    fifteenths: int, agree: int, number: int, is_long: int
+) -> None:
+    following = 7 if fifteenths > 7 else 98  # 8 of 15 are for another token
+    datastore = Votes(7, fifteenths, number)
+    found = propose(array(1), rates(datastore=0.9), datastore=datastore, most=2)
+    kind = DATASTORE.start + 3 * is_long + (1 if following == 98 else agree)
+    assert found.guesses[0] == [Guess(kind, following)]
+    assert datastore.texts == [[1], [1, following]], "the second place is searched as if the first guess were right"
+
+
+def test_no_place_is_searched_that_is_hardly_reached() -> None:
+    datastore = Votes(7, 15, 6)
+    assert propose(array(1), rates(datastore=0.3), datastore=datastore).chances == pytest.approx([0.3, 0.09, 0.027])
+    assert len(datastore.texts) == 3
+
+
+def matches(length: int) -> Proposal:
+    """Guesses of the text itself, after matches of a length, which say 0, 1, 2 …; their chances are `chances`."""
+    kind = min(4, length.bit_length() - 1)
+    tokens = np.arange(LONGEST_DRAFT)
+    return Proposal(tokens, np.zeros(LONGEST_DRAFT), [[Guess(kind, token)] for token in tokens.tolist()])
+
+
+def worth(account: Account, length: int, costs: np.ndarray) -> int:
+    """Tokens that are read of `matches`."""
+    proposal = matches(length)
+    rate = account.rates[proposal.guesses[0][0].kind]
+    return account.worth_reading(proposal._replace(chances=rate ** np.arange(1, 1 + LONGEST_DRAFT)), costs)
 
 
 PACKED = np.array([0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66])
@@ -96,17 +149,17 @@ def same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafts_of_a_text_grow_while_they_are_right_end_after_errors_and_begin_again_with_right_proposals() -> None:
     text = Account()
-    assert [text.worth_reading(matches(length), PACKED) for length in (1, 2, 4, 8, 16)] == [1, 1, 2, 3, 3]
+    assert [worth(text, length, PACKED) for length in (1, 2, 4, 8, 16)] == [1, 1, 2, 3, 4]
     for _ in range(4):
         text.update(matches(8), range(LONGEST_DRAFT), 0.0)
-    assert text.worth_reading(matches(64), PACKED) == LONGEST_DRAFT
+    assert worth(text, 64, PACKED) == LONGEST_DRAFT
     for _ in range(40):
         text.update(matches(8), [9], 0.0)
-    assert text.worth_reading(matches(8), PACKED) == 0
-    assert text.worth_reading(matches(4), PACKED) == 2, "matches of other lengths have their own rate"
+    assert worth(text, 8, PACKED) == 0
+    assert worth(text, 4, PACKED) == 2, "matches of other lengths have their own rate"
     for _ in range(3):  # no draft was read: each step compares one token
         text.update(matches(8), [0], 0.0)
-    assert text.worth_reading(matches(8), PACKED) > 0
+    assert worth(text, 8, PACKED) > 0
 
 
 @pytest.mark.parametrize("costs", [PACKED, PLAIN, 2 * PACKED, 3 * PLAIN])
@@ -116,7 +169,7 @@ def test_drafts_never_make_a_text_of_48_tokens_two_percent_longer(costs: np.ndar
     """Whatever is right: of each match some first tokens are, also where its draft was not read."""
     text, passes, length = Account(), 0.0, 0
     for matched, num_right in steps:
-        drafted = text.worth_reading(matches(matched), costs)
+        drafted = worth(text, matched, costs)
         tokens = [*range(min(drafted, num_right)), drafted if drafted < num_right else -1]
         text.update(matches(matched), tokens, costs[drafted])
         passes, length = passes + 1 + costs[drafted], length + len(tokens)
@@ -124,14 +177,14 @@ def test_drafts_never_make_a_text_of_48_tokens_two_percent_longer(costs: np.ndar
 
 
 def test_a_draft_of_the_length_that_saves_most_is_read() -> None:
-    sure, half = Account(10.0, [1.0] * 4), Account(10.0, [0.5] * 4)
-    assert sure.worth_reading(matches(1), PLAIN) == LONGEST_DRAFT
-    assert half.worth_reading(matches(1), PLAIN) == 3, "two tokens cost more than three"
-    assert half.worth_reading(matches(1), PACKED) == 3
-    assert half.worth_reading(matches(1), PACKED * 6) == 1
-    assert half.worth_reading(matches(1), PACKED * 17) == 0
-    assert sure.worth_reading(Match(9, np.arange(2)), PACKED) == 2, "no more than follow the match"
-    assert sure.worth_reading(matches(1), PACKED[:5]) == 4, "no more than there is room for"
+    sure, half = Account(10.0, rates(1.0)), Account(10.0, rates(0.5))
+    assert worth(sure, 1, PLAIN) == LONGEST_DRAFT
+    assert worth(half, 1, PLAIN) == 3, "two tokens cost more than three"
+    assert worth(half, 1, PACKED) == 3
+    assert worth(half, 1, PACKED * 6) == 1
+    assert worth(half, 1, PACKED * 17) == 0
+    assert sure.worth_reading(Proposal(np.arange(2), np.ones(2), []), PACKED) == 2, "no more than are proposed"
+    assert worth(sure, 1, PACKED[:5]) == 4, "no more than there is room for"
 
 
 def test_a_text_learns_up_to_the_first_wrong_token() -> None:
@@ -139,6 +192,14 @@ def test_a_text_learns_up_to_the_first_wrong_token() -> None:
     one.update(matches(2), [0, 1, 7, 3, 4], 0.0)
     other.update(matches(3), [0, 1, 8], 0.0)
     assert one.rates == other.rates
+
+
+def test_sources_whose_guess_was_not_proposed_are_compared_too() -> None:
+    text = Account()
+    before = [*text.rates]
+    text.update(Proposal(array(5), np.ones(1), [[Guess(1, 5), Guess(12, 6)]]), [6, 7], 0.0)
+    assert text.rates[1] < before[1]
+    assert text.rates[12] > before[12]
 
 
 # --- generated texts -------------------------------------------------------------------------------------------------
