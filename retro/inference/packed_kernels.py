@@ -28,19 +28,14 @@ FEW_ROWS = 1 + LONGEST_DRAFT
 Kernel = Callable[[Tensor], Tensor]
 """Rows [n, inputs] to rows [n, outputs]."""
 
-_LARGEST = 65504.0  # of float16
-
 
 class Float16:
     """Compiled loops with a weight in float16 (`compiled_products.py`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        from retro.inference.compiled_products import LANES, multiply  # numba, which takes half a second
+        from retro.inference.compiled_products import PackedWeight, multiply  # numba, which takes half a second
 
-        self._multiply, self._missing = multiply, -weight.shape[1] % LANES
-        halves = F.pad(weight, (0, self._missing)).clamp(-_LARGEST, _LARGEST).half()
-        self._weight = halves.contiguous().view(torch.uint16).numpy()
-        self._bias = np.zeros(len(weight), np.float32) if bias is None else bias.float().numpy()
+        self._weight, self._multiply = PackedWeight.of(weight, bias), multiply
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Kernel`: float32."""
@@ -48,11 +43,7 @@ class Float16:
 
     def of_array(self, rows: np.ndarray) -> np.ndarray:
         """The same for float32 arrays without gaps: calls of torch would take longer than some products."""
-        out = np.empty((len(rows), len(self._weight)), np.float32)
-        if self._missing:
-            rows = np.pad(rows, ((0, 0), (0, self._missing)))
-        self._multiply(rows, self._weight, self._bias, out)
-        return out
+        return self._multiply(rows, self._weight)
 
 
 class Fbgemm:
