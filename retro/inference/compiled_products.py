@@ -40,8 +40,7 @@ class PackedWeight(NamedTuple):
         bits: of its numbers, each output's divided by its scale; zeros up to a multiple of `LANES` inputs; uint16
             [outputs, inputs].
         scales: powers of two, so that the largest number of each output is between 2^14 and 2^15: numbers below 2^-14
-            have fewer digits, and processors with AVX512-FP16 take a hundred times as long to convert one. float32
-            [outputs].
+            have fewer digits, and processors with AVX512-FP16 are slow to convert them. float32 [outputs].
         bias: float32 [outputs].
     """
 

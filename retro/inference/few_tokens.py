@@ -155,7 +155,7 @@ def _rows(x: Tensor) -> np.ndarray:
 
 
 def _added(x: Tensor, rows: np.ndarray) -> Tensor:
-    return x + torch.from_numpy(rows).view(x.shape)
+    return torch.from_numpy(rows.reshape(x.shape)).add_(x)
 
 
 def _few(linear: nn.Module | None) -> Float16:
