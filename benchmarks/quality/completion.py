@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--folders", type=Path, default=Path(__file__).with_name("linux_folders.txt"))
     parser.add_argument("--functions", type=int, default=96)
+    parser.add_argument("--k", type=int, default=2, help="neighbors of each chunk that ON reads")
     parser.add_argument("--output", type=Path, default=Path("benchmark-completion.json"))
     add_minutes(parser)
     options = parser.parse_args()
@@ -156,13 +157,18 @@ def main() -> None:
         "known": functions_of(options.tree, other_folders(options.tree, held_out), options.functions // 2),
     }
     model = LanguageModel.open(options.model)
-    described = {"tree": str(options.tree), "model": model.checkpoint.fingerprint, "functions": options.functions}
+    described = {
+        "tree": str(options.tree),
+        "model": model.checkpoint.fingerprint,
+        "functions": options.functions,
+        "k": options.k,
+    }
     results: dict[str, list[dict[str, float | str]]] = {}
     if options.output.exists():
         check_same_options(options.output, stored := read_json(options.output), described)
         results = stored["cases"]
     for kind, of_kind in functions.items():
-        for case, k in (("OFF", 0), ("ON", 2)):
+        for case, k in (("OFF", 0), ("ON", options.k)):
             rows = results.setdefault(f"{kind}, {case}", [])
             for batch in complete(model, of_kind, k, len(rows), limit):
                 rows += batch

@@ -9,8 +9,8 @@ at 1.5, whose drafts are never right. Processor time per token after the first. 
 so that both meet the same other work; a ratio is the median of the rounds, with the least and the largest, between
 which the true median is with a probability of 94% after five rounds. The work is the ratio by counted passes and their
 costs in `draft_costs.py`, which no other work disturbs. `transformers` computes in bfloat16 where the processor has
-instructions for it, else in float32. The limit is the time to read all weights once, in float16. The last line compares
-losses with those of float32 weights.
+instructions for it, else in float32. The limit is the time to read all weights once, in float16. The last lines compare
+losses with those of float32 weights, and the kernels with which a text can be scored.
 """
 
 import argparse
@@ -24,14 +24,17 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, placement, say, write
+from indexing.machine import onednn_has_bfloat16
 from pipelines.cli.results import Table
 from retro.checkpoints.any_model import load_scorer
-from retro.device import choose_placement
+from retro.device import Placement, choose_placement
 from retro.inference.decoder import Decoder
 from retro.inference.draft_costs import draft_costs
 from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
+from retro.inference.packed_kernels import MANY_ROWS
+from retro.inference.packed_weights import kernel_for_many, pack_with
 from retro.inference.scoring import score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.presets import count_parameters
@@ -144,6 +147,26 @@ def bandwidth() -> float:
     return numbers.nbytes / min(times)
 
 
+def scoring(model: LanguageModel, prompt: np.ndarray, rounds: int = 5) -> dict[str, float]:
+    """Processor seconds to score a prompt with each kernel for many rows, in turn: the shortest of some rounds."""
+    scorers = dict[str, tuple[Retro, Placement]]()
+    for kernel in (*MANY_ROWS.ways, *(("bfloat16",) if onednn_has_bfloat16() else ())):
+        place = choose_placement("cpu", "bfloat16" if kernel == "bfloat16" else "float32")
+        scorer = load_scorer(model.checkpoint, place)
+        assert isinstance(scorer, Retro)
+        pack_with(scorer, kernel)
+        place.cast(scorer)
+        scorers[kernel] = scorer, place
+    times: dict[str, list[float]] = {kernel: [] for kernel in scorers}
+    for _ in range(1 + rounds):  # the first round creates kernels
+        for kernel, (scorer, place) in scorers.items():
+            windows = [window for each in to_score(scorer, [prompt], context=model.context) for window in each.windows]
+            started = time.process_time()
+            score_windows(scorer, windows, place)
+            times[kernel].append(time.process_time() - started)
+    return {kernel: min(of_kernel[1:]) for kernel, of_kernel in times.items()}
+
+
 def losses(model: LanguageModel, prompts: Prompts) -> tuple[float, float]:
     """Mean loss of the tokens of texts in nats: as the model scores them, and in float32."""
     texts = [tokens for (_, temperature), tokens in prompts.items() if temperature == 0]
@@ -232,11 +255,16 @@ def main() -> None:
     rows = measure(model, other, prompts, options, limit)
     floor = 2 * count_parameters(model.model, embeddings=True) / bandwidth()
     costs = pass_costs(model, next(iter(prompts.values())))
+    of_kernels, chosen = scoring(model, next(iter(prompts.values()))), kernel_for_many(model.placement)
     own, exact = losses(model, prompts)
     print(markdown(table(rows, floor)))
     say(f"limit: {1 / floor:.0f} tokens/s. Loss of the texts: {own:.5f} nats a token, in float32 {exact:.5f}")
     say(f"a draft of 0 to {LONGEST_DRAFT} tokens adds to a pass: " + ", ".join(f"{cost:.2f}" for cost in costs))
-    write(options.output, {"floor_seconds": floor, "costs": costs, "loss": own, "loss_float32": exact, "rows": rows})
+    of_scoring = ", ".join(f"{kernel} {seconds:.2f} s" for kernel, seconds in of_kernels.items())
+    share = min(of_kernels.values()) / of_kernels[chosen]
+    say(f"{_PROMPT_TOKENS} tokens are scored in: {of_scoring}. `auto` takes {chosen}, {share:.2f} of the fastest")
+    figures = {"floor_seconds": floor, "costs": costs, "scoring": of_kernels, "loss": own, "loss_float32": exact}
+    write(options.output, {**figures, "rows": rows})
 
 
 if __name__ == "__main__":
