@@ -1,9 +1,10 @@
 """Products of activations with weights in float16, as compiled loops with float32 sums.
 
-A generated token reads each weight once, so its product should take as long as reading them. Libraries are slower with
-few rows: FBGEMM takes 1.2 to 1.8 times as long (docs/results/speed.md), and its sums for one row have another order
-than those for several. Here the order is fixed: `LANES` sums of every 32nd product, then added in halves. So a row has
-the same bits alone and among others, in parts and as a whole, with any number of threads, and on any processor.
+A generated token reads each weight once, so its product should take about as long as reading them. FBGEMM's is as fast
+for one row (docs/results/speed.md), but with AVX2 its sums for one and two rows have another order than those for
+more, so a token would have other bits in a draft. Here the order is fixed: `LANES` sums of every 32nd product, then
+added in halves. So a row has the same bits alone and among others, in parts and as a whole, with any number of threads,
+and on any processor.
 
 numba has no float16 on a CPU, so the inner loop is written in LLVM's instructions.
 """
