@@ -18,10 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from indexing.machine import compiled
@@ -114,6 +110,8 @@ def _multiply(
 
 def _products(count: int) -> Callable[..., Any]:
     """A function for compiled loops: products of `count` rows, from a number on, with the weights of one output."""
+    from numba import types
+    from numba.extending import intrinsic
 
     def products(context: Any, rows: Any, bits: Any, row: Any, output: Any) -> tuple[Any, Callable[..., Any]]:
         signature = types.UniTuple(types.float32, count)(rows, bits, row, output)
@@ -130,10 +128,13 @@ def _products(count: int) -> Callable[..., Any]:
 
 def _emit_products(builder: Any, count: int, rows: Any, bits: Any, row: Any, output: Any) -> list[Any]:
     """Emit a loop over the inputs: `LANES` weights at a time become float32, and are multiplied with each row."""
+    from llvmlite import ir
+    from numba.core import cgutils
+
     halves, floats = (ir.VectorType(kind, LANES) for kind in (ir.HalfType(), ir.FloatType()))
     inputs = builder.extract_value(bits.shape, 1)
 
-    def part(array: Any, number: Any, at: Any, kind: ir.Type) -> Any:
+    def part(array: Any, number: Any, at: Any, kind: Any) -> Any:
         """`LANES` numbers of a row of an array."""
         address = builder.gep(array.data, [builder.add(builder.mul(number, inputs), at)])
         align = 2 if kind is halves else 4
@@ -158,6 +159,8 @@ def _emit_products(builder: Any, count: int, rows: Any, bits: Any, row: Any, out
 
 def _emit_sum(builder: Any, vector: Any) -> Any:
     """Emit the sum of a vector: halves are added until one number is left."""
+    from llvmlite import ir
+
     index, size = ir.IntType(32), LANES
     while size > 1:
         size //= 2
