@@ -107,7 +107,7 @@ def _guesses(tokens: np.ndarray, neighbors: Sequence[np.ndarray], datastore: Who
         if len(of_lengths):
             shares = of_lengths[-1, 1:]
             best = int(shares.argmax())
-            agree = np.searchsorted((SHARES / 2, SHARES * 0.8), shares[best], "right")
+            agree = sum(shares[best] >= part * SHARES for part in (0.5, 0.8))
             is_long = len(of_lengths) == len(LENGTHS)
             yield Guess(_DATASTORE + 3 * is_long + int(agree), int(votes[1 + best]))
 
