@@ -12,7 +12,7 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns, 
 from retro.copying.rows import WholeDatastore
 from retro.copying.switch import STAYS
 from retro.inference.decoder import Decoder
-from retro.inference.drafts import draft
+from retro.inference.drafts import Account, propose
 from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings
 from tests.retro.inference.test_decoder import FLOAT32, retriever, uncached
@@ -182,7 +182,13 @@ def test_drafts_of_the_datastore_change_no_token(name: str, temperature: float) 
     assert all(len(tokens) == 3 * M for tokens in found[0])
 
 
-def test_a_draft_comes_from_the_longest_match() -> None:
-    text = np.array([1, 2, 3, 9, 1, 2, 3])
-    assert draft(text).following[0] == 9
-    assert draft(text, datastore=Votes()).following.tolist() == Votes().continuation(text, 8)[1].tolist()
+def test_a_text_of_the_datastore_is_drafted_as_it_stands(voting_datastore: Datastore) -> None:
+    split, index = voting_datastore.train, SuffixIndex.open(voting_datastore.folder)
+    equal = list[bool]()
+    for first, stop in split.chunk_ranges(np.arange(10)):
+        real = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
+        text = split.tokens.read(first, stop)[real].astype(np.int64)
+        found = propose(text[:20], Account().rates, datastore=index, most=4)
+        equal += (found.tokens == text[20 : 20 + len(found.tokens)]).tolist()
+    assert len(equal) >= 20
+    assert np.mean(equal) > 0.9
