@@ -85,6 +85,11 @@ def _in_folder(tree: Path, folder: str) -> Iterator[Function]:
             yield Function(str(file.relative_to(tree)), text[:cut], text[cut:])
 
 
+def prompt_of(model: LanguageModel, function: Function) -> np.ndarray:
+    """The last tokens before the cut, after a beginning of a document."""
+    return np.asarray([model.tokenizer.bos_id, *model.tokenizer.encode(function.before)[-CONTEXT:]])
+
+
 def complete(
     model: LanguageModel, functions: Sequence[Function], k: int, done: int, limit: Budget
 ) -> Iterator[list[dict[str, float | str]]]:
@@ -92,9 +97,7 @@ def complete(
     settings = GenerationSettings(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     for first in limit.each(range(done, len(functions), BATCH), "batch"):
         some = functions[first : first + BATCH]
-        prompts = [
-            np.asarray([model.tokenizer.bos_id, *model.tokenizer.encode(each.before)[-CONTEXT:]]) for each in some
-        ]
+        prompts = [prompt_of(model, each) for each in some]
         tokens: list[list[int]] = [[] for _ in some]
         for step in model.generate(prompts, settings, k):
             for token in step:

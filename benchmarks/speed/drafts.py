@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, write
-from benchmarks.quality.completion import CONTEXT, TOKENS, Function, functions_of, other_folders
+from benchmarks.quality.completion import TOKENS, Function, functions_of, other_folders, prompt_of
 from pipelines.cli.results import Table
 from retro.inference.draft_costs import draft_costs
 from retro.inference.drafts import Account, propose
@@ -85,7 +85,7 @@ def measure(model: LanguageModel, functions: Sequence[Function], limit: Budget) 
     steps: dict[str, list[list[float]]] = {"without": [], "own repetition": [], "all sources": []}
     seconds, counts = dict.fromkeys(steps, 0.0), list[int]()
     for each in limit.each(functions, "function"):
-        prompt = np.asarray([model.tokenizer.bos_id, *model.tokenizer.encode(each.before)[-CONTEXT:]])
+        prompt = prompt_of(model, each)
         plain, work, of_plain = generated(model, prompt, False, costs)
         drafted, of_all, of_drafted = generated(model, prompt, True, costs)
         assert plain == drafted, f"{each.file}: drafts changed the text"
