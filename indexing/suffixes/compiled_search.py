@@ -747,19 +747,6 @@ def positions_of(orders: np.ndarray, rows: np.ndarray, files: Files) -> np.ndarr
     return positions
 
 
-@compiled
-def next_tokens(position: int, most: int, files: Files) -> np.ndarray:
-    """Up to `most` tokens after a position in the same document: [n] int64."""
-    tokens, count = np.empty(most, np.int64), 0
-    while count < most:
-        token = next_token(position + count, files)
-        if token < 0:
-            break
-        tokens[count] = token
-        count += 1
-    return tokens[:count]
-
-
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 

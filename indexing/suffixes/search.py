@@ -16,7 +16,7 @@ from indexing.suffixes.order import LONGEST, ROWS_OF_HEAD, Prefixes, blocks, sto
 from indexing.suffixes.order_build import write_chosen
 from indexing.suffixes.rows import spread
 from indexing.suffixes.texts import Texts
-from indexing.suffixes.votes import COLUMNS, SAMPLED, within_limit
+from indexing.suffixes.votes import COLUMNS, within_limit
 
 _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
@@ -269,24 +269,6 @@ class SuffixIndex:
         """The votes for the tokens after texts: the last 64 tokens [N, 64], backwards, at least one, and how many [N] →
         [N, 32] int64."""
         return within_limit(self._files.call(self._loops.find_votes, texts, sizes, self._left_out), self.split)
-
-    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
-        """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its
-        length.
-
-        Of several occurrences, at most 32 spread evenly, one that is followed by their most frequent next token is
-        taken.
-
-        Returns:
-            the number of tokens of the match, and int64 [n].
-        """
-        match = self.longest_match(text[-LONGEST:])
-        ends = self._ends_of(match, SAMPLED)
-        following = ends.following().tolist()
-        if not (best := _most_frequent(Counter(token for token in following if token >= 0))):
-            return match.length, np.empty(0, np.int64)
-        end = int(ends.positions()[following.index(best[0][0])])
-        return match.length, self._files.call(self._loops.next_tokens, end, most)
 
     def next_token(self, position: int) -> int:
         """The token after a position in the same document; -1 = none."""

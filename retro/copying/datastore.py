@@ -66,10 +66,7 @@ class RowVotes(NamedTuple):
 
     def evidence(self) -> tuple[np.ndarray, np.ndarray]:
         """See `VotesOfRows`."""
-        votes = np.zeros((len(self.columns), len(MATCH_LENGTHS), 4), np.float32)
-        best = np.zeros(len(self.columns), np.int64)
-        compiled(_read_votes)(self.columns, SHARES, votes, best)
-        return votes, best
+        return evidence_of(self.columns)
 
     def candidates(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `VotesOfRows`."""
@@ -80,6 +77,15 @@ class RowVotes(NamedTuple):
     def of_rows(self, indices: list[int]) -> DatastoreVotes:
         """See `VotesOfRows`."""
         return DatastoreVotes.of(put(self.columns[indices][:, None], self.device))
+
+
+def evidence_of(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Evidence float32 [N, L, 4] and best candidates int64 [N] from votes of N rows, int64 [N, 32] as in
+    `Inputs.votes`."""
+    votes = np.zeros((len(columns), len(MATCH_LENGTHS), 4), np.float32)
+    best = np.zeros(len(columns), np.int64)
+    compiled(_read_votes)(columns, SHARES, votes, best)
+    return votes, best
 
 
 def _read_votes(votes: np.ndarray, whole: int, evidence: np.ndarray, best: np.ndarray) -> None:

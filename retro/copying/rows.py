@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from indexing.suffixes.search import Match
 from retro.copying.provenance import ChunkWithNeighbors, Neighbors
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
@@ -24,8 +25,8 @@ class WholeDatastore(Protocol):
     def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
         """The votes for the token after each of N texts, [N, 32] int64."""
 
-    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
-        """Length of the longest match of a text, and up to `most` tokens that follow one occurrence, int64."""
+    def longest_match(self, text: np.ndarray) -> Match:
+        """The longest end of a text that occurs."""
 
 
 @dataclass(eq=False)

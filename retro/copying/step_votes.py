@@ -124,7 +124,7 @@ class StepVotes:
         """Whether the last tokens of a row's prompt occur in the datastore, from one search."""
         if row.is_known is None:
             assert self._datastore is not None
-            row.is_known = len(prompt) > 0 and self._datastore.continuation(prompt, 1)[0] >= KNOWN
+            row.is_known = len(prompt) > 0 and self._datastore.longest_match(prompt[-KNOWN:]).length == KNOWN
         return row.is_known
 
     def earning(self, row: Row) -> np.ndarray:

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexing.suffixes.votes import KEPT, LENGTHS, SHARES
+from indexing.suffixes.votes import LENGTHS
+from retro.copying.datastore import evidence_of
 from retro.copying.rows import WholeDatastore
 
 LONGEST_DRAFT = 8
@@ -101,15 +102,11 @@ def _guesses(tokens: np.ndarray, neighbors: Sequence[np.ndarray], datastore: Who
     if length:
         yield Guess(_NEIGHBORS + _kind(length), following)
     if datastore is not None and len(tokens):
-        votes = datastore.last_votes([tokens])[0]
-        of_lengths = votes[1 + KEPT :].reshape(-1, 1 + KEPT)
-        of_lengths = of_lengths[of_lengths[:, 0] > 0]  # votes at a length are among those of all shorter ones
-        if len(of_lengths):
-            shares = of_lengths[-1, 1:]
-            best = int(shares.argmax())
-            agree = sum(shares[best] >= part * SHARES for part in (0.5, 0.8))
-            is_long = len(of_lengths) == len(LENGTHS)
-            yield Guess(_DATASTORE + 3 * is_long + int(agree), int(votes[1 + best]))
+        votes, best = evidence_of(datastore.last_votes([tokens]))
+        longest = np.count_nonzero(votes[0, :, 0])  # votes at a length are among those of all shorter ones
+        if longest:
+            agree = sum(votes[0, longest, 1] >= part for part in (0.5, 0.8))
+            yield Guess(_DATASTORE + 3 * (longest == len(LENGTHS)) + int(agree), int(best[0]))
 
 
 def longest_match(source: np.ndarray, tokens: np.ndarray) -> tuple[int, int]:

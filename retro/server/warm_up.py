@@ -119,7 +119,6 @@ def _trace(service: "Service") -> None:
     for datastore in service.traced():
         tracer = Tracer(datastore.index, least=1)
         runs = [run for token in tokens for run in tracer.add(token)] + tracer.rest()
-        datastore.index.continuation(np.array(tokens[:-1]), 1)  # tells whether a prompt is known
         for run in runs[:1]:
             datastore.index.count(run.match)
             PlaceFinder(datastore, texts).of(run.match, 1)

@@ -123,7 +123,7 @@ def search(folder: Path, text: np.ndarray) -> Iterator[Callable[[], Any]]:
     """Searches of the sorted prefixes, as those of generation and traces, and as those of the stage `votes`."""
     index = SuffixIndex.open(folder)
     yield lambda: index.votes(text)
-    yield lambda: index.continuation(text[:40], 8)
+    yield lambda: index.longest_match(text[:40])
     yield lambda: index.next_tokens(index.longest_match(text[:1]))
     yield lambda: index.ends(index.longest_match(text[:30]))
     for size in (1, 2, 5, 33):

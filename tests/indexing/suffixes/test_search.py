@@ -25,7 +25,6 @@ from tests.indexing.suffixes.whole_search import (
     assert_equal_to_a_search_through_the_text,
     documents_of,
     expected,
-    texts,
 )
 
 
@@ -122,26 +121,9 @@ def test_only_occurrences_that_are_left_vote_and_are_drafted(
             none = (0,) * (KEPT - len(tokens))
             assert tuple(vote[: 5 + KEPT].tolist()) == (1, *tokens, *none, total.bit_length(), *shares, *none)
             assert not vote[5 + KEPT :].any()
-            assert index.continuation(np.array([token]), 1)[1].tolist() == [best[0][0]]
+            assert index.next_tokens(index.longest_match([token]))[0][0] == best[0][0]
             compared += 1
     assert compared >= 5
-
-
-def test_a_continuation_follows_the_longest_match_with_its_most_frequent_token(datastore: Datastore) -> None:
-    index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
-    for text in texts(datastore.train, documents):
-        length, count, following = expected(documents, text[-LONGEST:])
-        found, after = index.continuation(np.array(text, np.int64), 20)
-        assert found == length
-        assert bool(len(after)) == bool(following)
-        if following:
-            whole = [*text[-length:], *after.tolist()]
-            assert count > SAMPLED or following[after[0]] == max(following.values())
-            assert any(
-                document[first : first + len(whole)] == whole
-                for document in documents
-                for first in range(len(document) - len(whole) + 1)
-            )
 
 
 def test_an_index_is_refused_until_appended_documents_are_sorted(tmp_path: Path) -> None:

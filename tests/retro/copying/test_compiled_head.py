@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from indexing.suffixes.search import Match
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES
 from retro.copying.context import context_matches
 from retro.copying.datastore import DatastoreVotes
@@ -48,8 +49,8 @@ class Votes:
     def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
         return random_votes()[: len(texts)]
 
-    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
-        raise AssertionError("no drafts")
+    def longest_match(self, text: np.ndarray) -> Match:
+        raise AssertionError("no text is generated")
 
 
 @pytest.mark.parametrize(("settings", "trusts"), HEADS.values(), ids=HEADS)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from indexing.store.datastore import Datastore
-from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.search import Match, SuffixIndex
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns, read_votes
 from retro.copying.rows import WholeDatastore
-from retro.copying.switch import STAYS
+from retro.copying.switch import KNOWN, STAYS
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import Account, propose
 from retro.inference.generation import Batch, generate
@@ -48,15 +48,15 @@ class Votes:
     def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([find_votes(text, len(text) - 1) for text in texts])
 
-    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
-        return 40, np.random.default_rng(text[-3:]).integers(0, V, most)
+    def longest_match(self, text: np.ndarray) -> Match:
+        return Match(KNOWN, ())
 
 
 class Unknown(Votes):
     """Votes for texts that end otherwise than all of the datastore."""
 
-    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
-        return 3, np.zeros(0, np.int64)
+    def longest_match(self, text: np.ndarray) -> Match:
+        return Match(3, ())
 
 
 class Refuses:
@@ -66,7 +66,7 @@ class Refuses:
     def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
         raise AssertionError("asked")
 
-    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+    def longest_match(self, text: np.ndarray) -> Match:
         raise AssertionError("asked")
 
 
