@@ -21,10 +21,11 @@ model got its own context:
 |---|---|---|---|
 | none | neighbors, datastore | the model alone | the model alone |
 | trained with the model | neighbors, datastore | OFF | vocabulary and context as in training, without a switch |
-| added to a trained model | all three | the model alone | the experts that copy from the context alone, or not at all |
+| added to a trained model | all three | the model alone | a switch of the context alone: two strengths, or none |
 
 A model that was trained with a context was never without one: its loss was that of the mixture. A context is added by
-`retro add-retrieval` (`CopyHeadSettings.context_added`), and to any decoder of transformers.
+`retro add-retrieval` (`CopyHeadSettings.context_added`), and to any decoder of transformers. Then ON is bounded against
+OFF too, see `ALL_SOURCES`.
 """
 
 import math
@@ -45,10 +46,14 @@ PRIOR = 1 / 8
 """Trust in copying before the first token of a text."""
 ENTERS = 1 / 1024
 """Chance that a text begins to be copied with the next token."""
-LEAVES = 1 / 512
+LEAVES = 1 / 1024
 """Chance that a text ceases to be copied. It costs text of other kinds nothing."""
-ALTERNATES = 1 / 128
+ALTERNATES = 1 / 256
 """Chance that the expert changes to another one that copies, for each of these."""
+RETRIEVES = 1 / 3
+"""Chance that a text that begins to be copied is copied from retrieval too, if the context must earn trust."""
+CHANGES = 1 / 4096
+"""Chance that a copied text begins, or ceases, to be copied from retrieval with the next token."""
 STAYS = 0.95
 """Chance that a text is still copied after a generated token. Generated tokens earn no trust, since they are copied
 themselves. The chance is 1 after a prompt that is known."""
@@ -72,22 +77,76 @@ class Switch(NamedTuple):
     transitions: tuple[tuple[float, ...], ...]
 
 
-def _switch(*copying: tuple[float, float]) -> Switch:
-    """The switch of some experts that copy, each with what it adds for retrieval and for the context, and one that does
-    not."""
-    count = len(copying)
+class Expert(NamedTuple):
+    """What an expert adds to the log-odds of retrieval, and to those of the own context if it must earn trust."""
+
+    of_retrieval: float
+    of_context: float
+
+
+def _of_retrieval() -> Switch:
+    """Three strengths of retrieval, and none."""
+    count = 3
     stays = 1 - LEAVES - (count - 1) * ALTERNATES
     rows = [(*(stays if other == own else ALTERNATES for other in range(count)), LEAVES) for own in range(count)]
-    of_retrieval, of_context = zip(*copying, (REMOVED, REMOVED), strict=True)
     start = (PRIOR / count,) * count + (1 - PRIOR,)
-    return Switch(of_retrieval, of_context, start, (*rows, (ENTERS / count,) * count + (1 - ENTERS,)))
+    transitions = (*rows, (ENTERS / count,) * count + (1 - ENTERS,))
+    return Switch((0.0, 2.0, -2.0, REMOVED), (0.0, 0.0, 0.0, REMOVED), start, transitions)
 
 
-RETRIEVAL = _switch((0.0, 0.0), (2.0, 0.0), (-2.0, 0.0))
+def _of_all_sources() -> Switch:
+    """Three strengths of retrieval and context, two of the context alone, and none.
+
+    Chances are products: first that of the context's strength, then that of retrieval's with it.
+    """
+    experts = [Expert(*moves) for moves in ((0.0, 0.0), (2.0, -2.0), (-2.0, -2.0), (REMOVED, 0.0), (REMOVED, -2.0))]
+    experts.append(Expert(REMOVED, REMOVED))
+    start = tuple(_of_context(expert) * _given_context(expert) for expert in experts)
+    rows = [
+        tuple(_of_context(after, before) * _given_context(after, before) for after in experts) for before in experts
+    ]
+    return Switch(*zip(*experts, strict=True), start, tuple(rows))
+
+
+def _of_context(after: Expert, before: Expert | None = None) -> float:
+    """Chance of a strength of the context after an expert; None = at the beginning. There are two strengths, and none."""
+    copied, not_yet = after.of_context > REMOVED, before is None or before.of_context == REMOVED
+    if not_yet:
+        enters = PRIOR if before is None else ENTERS
+        return enters / 2 if copied else 1 - enters
+    if not copied:
+        return LEAVES
+    return 1 - LEAVES - 2 * ALTERNATES if after.of_context == before.of_context else 2 * ALTERNATES
+
+
+def _given_context(after: Expert, before: Expert | None = None) -> float:
+    """Chance of an expert among those with its strength of the context."""
+    if after.of_context == REMOVED:
+        return 1.0
+    retrieves = after.of_retrieval > REMOVED
+    if before is None or before.of_context == REMOVED:
+        chance = RETRIEVES
+    else:
+        chance = 1 - CHANGES if before.of_retrieval > REMOVED else CHANGES
+    if not retrieves:
+        return 1 - chance
+    if after.of_context == 0:
+        return chance
+    if before is None or before.of_context != after.of_context or before.of_retrieval == REMOVED:
+        return chance / 2  # of two experts with this strength of the context
+    return chance * (1 - ALTERNATES if after == before else ALTERNATES)
+
+
+RETRIEVAL = _of_retrieval()
 """The switch of models whose context, if they have one, was trained with them."""
-ALL_SOURCES = _switch((0.0, 0.0), (2.0, -2.0), (-2.0, -2.0), (REMOVED, 0.0))
-"""The switch of models to which a context was added. One more expert copies from it alone. Two copy less from it, with
-retrieval OFF too, since its network was fitted to text of smaller models, which need it more."""
+ALL_SOURCES = _of_all_sources()
+"""The switch of models to which a context was added. Strengths of the context are followed in the same way with and
+without retrieval, so without it the sums of experts with the same strength are a switch of the context alone. ON keeps
+at least 1 - `RETRIEVES` of the trust of each begin of copying for this switch, and loses `CHANGES` of it with a token:
+while nothing is copied, it costs nothing against OFF.
+
+Some copy less from the context, with retrieval OFF too: its network was fitted to text of smaller models, which need it
+more."""
 
 
 def faded(trust: np.ndarray, generated: np.ndarray) -> np.ndarray:

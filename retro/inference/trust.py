@@ -28,7 +28,7 @@ class Trust:
         float,
         Field(
             description="0 to 1: trust in any strength of copying from them, the rest is OFF. It begins with "
-            f"{PRIOR}, or {trust_in_retrieval(ALL_SOURCES.start)} if the own context must earn trust too."
+            f"{PRIOR}, or {trust_in_retrieval(ALL_SOURCES.start):.3f} if the own context must earn trust too."
         ),
     ]
     prompt_tokens: Annotated[int, Field(description="Tokens of the prompt that it was earned in.")]

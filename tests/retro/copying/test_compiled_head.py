@@ -20,7 +20,11 @@ from retro.model_settings import CopyHeadSettings
 
 ROWS, TOKENS, IDS = 6, 40, 48
 TRUSTS = [(0.1, 0.2, 0.3, 0.4), (0.97, 0.01, 0.01, 0.01), (0.0, 0.0, 0.0, 1.0)]
-TRUSTS_IN_ALL = [(0.1, 0.2, 0.1, 0.2, 0.4), (0.96, 0.01, 0.01, 0.01, 0.01), (0.0, 0.0, 0.0, 0.0, 1.0)]
+TRUSTS_IN_ALL = [
+    (0.1, 0.2, 0.1, 0.1, 0.1, 0.4),
+    (0.95, 0.01, 0.01, 0.01, 0.01, 0.01),
+    (0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+]
 HEADS = {
     "datastore": (CopyHeadSettings(datastore=True), TRUSTS),
     "a trained context too": (CopyHeadSettings(context=True, datastore=True), TRUSTS),

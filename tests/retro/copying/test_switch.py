@@ -15,11 +15,13 @@ from retro.copying.head import STEP, CopyHead
 from retro.copying.sources import sources_of
 from retro.copying.switch import (
     ALL_SOURCES,
+    CHANGES,
     ENTERS,
     LEAVES,
     PRIOR,
     REMOVED,
     RETRIEVAL,
+    RETRIEVES,
     STAYS,
     Switch,
     faded,
@@ -78,6 +80,33 @@ def test_the_last_expert_copies_nothing_and_the_bound_is_that_of_every_switch(sw
     assert retrieves == sorted(retrieves, reverse=True)
     trust = tuple(range(len(switch.start)))
     assert trust_in_retrieval(trust) == sum(one for one, copies in zip(trust, retrieves, strict=True) if copies)
+
+
+def strengths_of_context() -> list[list[int]]:
+    """The experts of `ALL_SOURCES` with each strength of the context."""
+    moves = ALL_SOURCES.of_context
+    return [[number for number, move in enumerate(moves) if move == strength] for strength in dict.fromkeys(moves)]
+
+
+def test_without_retrieval_the_switch_of_all_sources_is_one_of_the_context_alone() -> None:
+    groups = strengths_of_context()
+    sums = np.array([[sum(row[number] for number in group) for group in groups] for row in ALL_SOURCES.transitions])
+    for group in groups:
+        np.testing.assert_allclose(sums[group], sums[group[:1]].repeat(len(group), 0), rtol=1e-12)
+
+
+def test_experts_of_off_keep_their_chances_with_retrieval_but_for_small_parts() -> None:
+    groups, transitions = strengths_of_context(), np.array(ALL_SOURCES.transitions)
+    off = [group[-1] for group in groups]
+    of_context = np.array([[transitions[row, group].sum() for group in groups] for row in off])
+    kept = transitions[np.ix_(off, off)] / of_context
+    expected = np.full((3, 3), 1 - CHANGES)
+    expected[:, -1], expected[-1, :2] = 1, 1 - RETRIEVES
+    np.testing.assert_allclose(kept, expected, rtol=1e-12)
+    begins = np.array(ALL_SOURCES.start)
+    np.testing.assert_allclose(
+        begins[off] / [begins[group].sum() for group in groups], [1 - RETRIEVES] * 2 + [1], rtol=1e-12
+    )
 
 
 def test_a_document_earns_the_trust_that_it_earns_alone_to_the_bit() -> None:
@@ -194,6 +223,21 @@ def test_a_text_that_repeats_itself_gains_nearly_all_that_it_gains_without_the_s
     without = alone[:, :-1].sum(1) - text_losses(head_of(False, 1.0), alone, Inputs(tokens)).sum(1)
     assert (without > 400).all()
     assert (gain > 0.97 * without).all()
+
+
+@few
+@given(seed=st.integers(0, 2**31), log_odds=st.floats(-2, 8), period=st.integers(8, 200))
+def test_wrong_votes_cost_a_text_that_repeats_itself_a_few_bits_against_off(
+    seed: int, log_odds: float, period: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    once = torch.randint(9, (2, period), generator=generator)
+    tokens = once.repeat(1, -(-400 // period))[:, :400]
+    alone, head = 4 * torch.rand(2, 400, generator=generator), head_of(True, log_odds)
+    off, on = (text_losses(head, alone, Inputs(tokens, votes=votes)) for votes in (None, wrong_votes(tokens)))
+    # Two times a text begins to be copied from itself, and it can change with each of its tokens.
+    bits = -2 * math.log2(1 - RETRIEVES) - 400 * math.log2(1 - CHANGES)
+    assert ((on - off).sum(1) / math.log(2) <= bits).all()
 
 
 def test_off_of_a_model_that_was_trained_with_a_context_has_no_switch_to_the_bit() -> None:

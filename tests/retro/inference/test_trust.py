@@ -11,8 +11,8 @@ from retro.inference.trust import SHORT, Trust
     [
         (RETRIEVAL.start, 3, 0.125, "short prompt"),
         (RETRIEVAL.start, SHORT, 0.125, "other text"),
-        (ALL_SOURCES.start, SHORT, 0.09375, "other text"),
-        ((0.1, 0.1, 0.1, 0.6, 0.1), 900, 0.3, "other text"),  # the context alone is no retrieval
+        (ALL_SOURCES.start, SHORT, 1 / 24, "other text"),
+        ((0.1, 0.1, 0.1, 0.4, 0.2, 0.1), 900, 0.3, "other text"),  # the context alone is no retrieval
         ((0.3, 0.2, 0.1, 0.4), 3, 0.6, None),
         ((0.3, 0.2, 0.1, 0.4), 900, 0.6, None),
     ],
