@@ -5,7 +5,7 @@ not have (*new*) and of files that it has (*known*).
 
 TREE is the folder that the model's datastore was built from, without the folders of FILE, a name on each line. There are
 half as many known functions as new ones. A prompt has up to 400 tokens: a C file up to the third line of a function's
-body. The likeliest tokens are generated. Measures:
+body. The likeliest tokens are generated, or with `--temperature` sampled ones. Measures:
 
 - next line: whether it is right,
 - similarity of 64 tokens with those of the file: 1 - Levenshtein distance / longer length in characters,
@@ -91,10 +91,10 @@ def prompt_of(model: LanguageModel, function: Function) -> np.ndarray:
 
 
 def complete(
-    model: LanguageModel, functions: Sequence[Function], k: int, done: int, limit: Budget
+    model: LanguageModel, functions: Sequence[Function], k: int, temperature: float, done: int, limit: Budget
 ) -> Iterator[list[dict[str, float | str]]]:
     """Complete functions after the first `done` ones; yield the measurements of a batch."""
-    settings = GenerationSettings(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    settings = GenerationSettings(max_tokens=TOKENS, temperature=temperature, ignore_eos=True)
     for first in limit.each(range(done, len(functions), BATCH), "batch"):
         some = functions[first : first + BATCH]
         prompts = [prompt_of(model, each) for each in some]
@@ -111,7 +111,6 @@ def measured(model: LanguageModel, function: Function, ids: Sequence[int]) -> di
     wanted = model.tokenizer.decode(model.tokenizer.encode(function.after[: 8 * TOKENS])[:TOKENS])
     names = _NAME.findall(text)
     known = set(_NAME.findall(function.before + function.after))
-    grams = [tuple(ids[at : at + 4]) for at in range(len(ids) - 3)]
     return {
         "file": function.file,
         "text": text,
@@ -119,8 +118,14 @@ def measured(model: LanguageModel, function: Function, ids: Sequence[int]) -> di
         "next line": float(first_line(text) == first_line(wanted)),
         "similarity": similarity(text, wanted),
         "names of the file": sum(name in known for name in names) / max(1, len(names)),
-        "distinct 4-grams": len(set(grams)) / max(1, len(grams)),
+        "distinct 4-grams": distinct_grams(ids),
     }
+
+
+def distinct_grams(ids: Sequence[int]) -> float:
+    """Different 4-grams of tokens / their number."""
+    grams = [tuple(ids[at : at + 4]) for at in range(len(ids) - 3)]
+    return len(set(grams)) / max(1, len(grams))
 
 
 MEASURES = ("next line", "similarity", "names of the file", "distinct 4-grams")
@@ -150,6 +155,7 @@ def main() -> None:
     parser.add_argument("--folders", type=Path, default=Path(__file__).with_name("linux_folders.txt"))
     parser.add_argument("--functions", type=int, default=96)
     parser.add_argument("--k", type=int, default=2, help="neighbors of each chunk that ON reads")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 = the likeliest tokens")
     parser.add_argument("--output", type=Path, default=Path("benchmark-completion.json"))
     add_minutes(parser)
     options = parser.parse_args()
@@ -165,6 +171,7 @@ def main() -> None:
         "model": model.checkpoint.fingerprint,
         "functions": options.functions,
         "k": options.k,
+        "temperature": options.temperature,
     }
     results: dict[str, list[dict[str, float | str]]] = {}
     if options.output.exists():
@@ -173,7 +180,7 @@ def main() -> None:
     for kind, of_kind in functions.items():
         for case, k in (("OFF", 0), ("ON", options.k)):
             rows = results.setdefault(f"{kind}, {case}", [])
-            for batch in complete(model, of_kind, k, len(rows), limit):
+            for batch in complete(model, of_kind, k, options.temperature, len(rows), limit):
                 rows += batch
                 write_json(options.output, {**measured_on(), **described, "cases": results})
     print(markdown(table(results)))

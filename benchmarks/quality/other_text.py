@@ -59,11 +59,13 @@ def beginnings(datastore: Datastore, count: int) -> list[np.ndarray]:
     return [row.astype(np.int64) for row in tokens]
 
 
-def continued(model: LanguageModel, prompts: Sequence[np.ndarray], k: int) -> list[list[int]]:
-    """The likeliest continuation of each prompt."""
+def continued(
+    model: LanguageModel, prompts: Sequence[np.ndarray], k: int, settings: GenerationSettings = ANSWER
+) -> list[list[int]]:
+    """A continuation of each prompt; unless told otherwise the likeliest one."""
     answers = [list[int]() for _ in prompts]
     for first in range(0, len(prompts), _TOGETHER):
-        for step in model.generate(prompts[first : first + _TOGETHER], ANSWER, k):
+        for step in model.generate(prompts[first : first + _TOGETHER], settings, k):
             for token in step:
                 answers[first + token.row].append(token.token)
     return answers

@@ -99,40 +99,37 @@ def _of_all_sources() -> Switch:
 
     Chances are products: first that of the context's strength, then that of retrieval's with it.
     """
-    experts = [Expert(*moves) for moves in ((0.0, 0.0), (2.0, -2.0), (-2.0, -2.0), (REMOVED, 0.0), (REMOVED, -2.0))]
-    experts.append(Expert(REMOVED, REMOVED))
-    start = tuple(_of_context(expert) * _given_context(expert) for expert in experts)
-    rows = [
-        tuple(_of_context(after, before) * _given_context(after, before) for after in experts) for before in experts
-    ]
-    return Switch(*zip(*experts, strict=True), start, tuple(rows))
+    moves = ((0.0, 0.0), (2.0, -2.0), (-2.0, -2.0), (REMOVED, 0.0), (REMOVED, -2.0), (REMOVED, REMOVED))
+    experts = [Expert(*each) for each in moves]
+
+    def row(before: Expert, enters: float) -> tuple[float, ...]:
+        return tuple(_of_context(before, after, enters) * _with_context(before, after) for after in experts)
+
+    of_retrieval, of_context = zip(*moves, strict=True)
+    rows = tuple(row(expert, ENTERS) for expert in experts)
+    return Switch(of_retrieval, of_context, row(experts[-1], PRIOR), rows)
 
 
-def _of_context(after: Expert, before: Expert | None = None) -> float:
-    """Chance of a strength of the context after an expert; None = at the beginning. There are two strengths, and none."""
-    copied, not_yet = after.of_context > REMOVED, before is None or before.of_context == REMOVED
-    if not_yet:
-        enters = PRIOR if before is None else ENTERS
-        return enters / 2 if copied else 1 - enters
-    if not copied:
+def _of_context(before: Expert, after: Expert, enters: float) -> float:
+    """Chance of a strength of the context after an expert, with the chance that a text begins to be copied."""
+    if before.of_context == REMOVED:
+        return 1 - enters if after.of_context == REMOVED else enters / 2  # of two strengths
+    if after.of_context == REMOVED:
         return LEAVES
-    return 1 - LEAVES - 2 * ALTERNATES if after.of_context == before.of_context else 2 * ALTERNATES
+    return 2 * ALTERNATES if after.of_context != before.of_context else 1 - LEAVES - 2 * ALTERNATES
 
 
-def _given_context(after: Expert, before: Expert | None = None) -> float:
+def _with_context(before: Expert, after: Expert) -> float:
     """Chance of an expert among those with its strength of the context."""
     if after.of_context == REMOVED:
-        return 1.0
-    retrieves = after.of_retrieval > REMOVED
-    if before is None or before.of_context == REMOVED:
-        chance = RETRIEVES
-    else:
-        chance = 1 - CHANGES if before.of_retrieval > REMOVED else CHANGES
+        return 1.0  # there is no other one
+    retrieved, retrieves = before.of_retrieval > REMOVED, after.of_retrieval > REMOVED
+    chance = RETRIEVES if before.of_context == REMOVED else 1 - CHANGES if retrieved else CHANGES
     if not retrieves:
         return 1 - chance
     if after.of_context == 0:
         return chance
-    if before is None or before.of_context != after.of_context or before.of_retrieval == REMOVED:
+    if not retrieved or before.of_context == 0:
         return chance / 2  # of two experts with this strength of the context
     return chance * (1 - ALTERNATES if after == before else ALTERNATES)
 
@@ -142,8 +139,8 @@ RETRIEVAL = _of_retrieval()
 ALL_SOURCES = _of_all_sources()
 """The switch of models to which a context was added. Strengths of the context are followed in the same way with and
 without retrieval, so without it the sums of experts with the same strength are a switch of the context alone. ON keeps
-at least 1 - `RETRIEVES` of the trust of each begin of copying for this switch, and loses `CHANGES` of it with a token:
-while nothing is copied, it costs nothing against OFF.
+at least 1 - `RETRIEVES` of the trust of each begin of copying for this switch, and loses `CHANGES` of it with a token, so
+no text costs much more than OFF, whatever retrieval votes for.
 
 Some copy less from the context, with retrieval OFF too: its network was fitted to text of smaller models, which need it
 more."""
