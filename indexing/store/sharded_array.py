@@ -41,6 +41,15 @@ def fetch(array: np.ndarray, first: int = 0) -> None:
         mapped._mmap.madvise(mmap.MADV_WILLNEED, begin, len(mapped._mmap) - begin)
 
 
+def read_scattered(array: np.ndarray) -> None:
+    """Read of a memory-mapped file, or of a view of one, what is asked for and no pages around it. Most would be
+    unused, and would displace used ones."""
+    mapped: Any = array
+    while not hasattr(mapped, "_mmap"):
+        mapped = mapped.base
+    mapped._mmap.madvise(mmap.MADV_RANDOM)
+
+
 class ShardedArray:
     """Rows of several `.npy` files read as one array. Files are opened on first use.
 
@@ -72,11 +81,13 @@ class ShardedArray:
             InputError: the file is missing or does not have as many rows as in the manifest.
         """
         if shard not in self._open:
-            rows = int(self.starts[shard + 1] - self.starts[shard])
-            array = open_array(self.paths[shard])
-            check_rows(self.paths[shard], len(array), rows)
-            self._open[shard] = array
+            self._open[shard] = self._opened(shard)
         return self._open[shard]
+
+    def _opened(self, shard: int) -> np.ndarray:
+        array = open_array(self.paths[shard])
+        check_rows(self.paths[shard], len(array), int(self.starts[shard + 1] - self.starts[shard]))
+        return array
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -111,16 +122,19 @@ class ShardedArray:
         """A map of one shard for some of its rows.
 
         If the array does not fit into half of the memory, and the rows are far apart, this is another map than for
-        reading in sequence: the kernel then reads no pages around a missing one. Most would be unused, and would
-        displace used ones.
+        reading in sequence, see `read_scattered`.
         """
         array = self.shard(shard)
         row_bytes = array[:1].nbytes
         if len(self) * row_bytes <= usable_memory() / 2 or _is_dense(rows, row_bytes):
             return array
+        return self.scattered(shard)
+
+    def scattered(self, shard: int) -> np.ndarray:
+        """As `shard`, for reads at places far apart."""
         if shard not in self._open_scattered:
-            again: Any = open_array(self.paths[shard])
-            again._mmap.madvise(mmap.MADV_RANDOM)
+            again = self._opened(shard)
+            read_scattered(again)
             self._open_scattered[shard] = again
         return self._open_scattered[shard]
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from indexing.machine import usable_memory
 from indexing.store.artifact import damaged
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import check_array
+from indexing.store.sharded_array import read_scattered
 from indexing.suffixes import order
 from indexing.suffixes.compiled_search import (
     PART_COLUMNS,
@@ -19,11 +21,14 @@ from indexing.suffixes.compiled_search import (
     NotOpen,
 )
 from indexing.suffixes.order import Prefixes
-from indexing.suffixes.rows import open_rows
+from indexing.suffixes.rows import FAN_OUT, open_rows
 from indexing.suffixes.texts import Texts
 
-ADJACENT = 1024
-"""Rows among which the one that shares most with a text is found without reading other texts."""
+ADJACENT = 4096
+"""Rows among which the one that shares most with a text is found without reading other texts. Each halving of more
+rows reads the disk twice; these are 16 to 32 KiB in a row."""
+_KEPT = 1 / 16
+"""Share of the memory that every 32nd row of all parts may take. If it is more, every 1024th is read ahead."""
 LOOKED_AT = 8
 """If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread
 evenly."""
@@ -31,6 +36,8 @@ evenly."""
 
 class MappedFiles:
     """Some orders, whose files are memory-mapped.
+
+    If orders and texts do not fit into half of the memory, the kernel reads no pages around a missing one.
 
     Attributes:
         texts: of their documents.
@@ -44,7 +51,13 @@ class MappedFiles:
         self._damaged = np.zeros(1, np.int64)
         self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
         self._shards[:, 0] = texts.starts
-        rows = [[self._part(prefixes, number) for number in range(len(prefixes.folders))] for prefixes in orders]
+        num_rows = sum(map(len, orders))
+        row_bytes = num_rows * (texts.dtype.itemsize + 2)
+        position_bytes = sum(stored.nbytes for prefixes in orders for stored in prefixes.stored_positions)
+        text_bytes, memory = num_rows * self._token_dtype.itemsize, usable_memory()
+        self._scattered = row_bytes + position_bytes + text_bytes > memory / 2
+        kept = 1 if row_bytes / FAN_OUT <= _KEPT * memory else 2
+        rows = [[self._part(prefixes, number, kept) for number in range(len(prefixes.folders))] for prefixes in orders]
         self._folders = [folder for prefixes in orders for folder in prefixes.folders]
         parts = np.array([part for own in rows for part in own], np.int64).reshape(-1, PART_COLUMNS)
         first_parts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
@@ -87,11 +100,14 @@ class MappedFiles:
                 folder = self.texts.split.tokens.paths[self._damaged[0]].parent
                 raise damaged(folder, f"{folder} has content that no build writes") from error
 
-    def _part(self, prefixes: Prefixes, number: int) -> list[int]:
-        """The row of `Files.parts` of a part of an order."""
+    def _part(self, prefixes: Prefixes, number: int, kept: int) -> list[int]:
+        """The row of `Files.parts` of a part of an order, whose rows are read ahead from a level on."""
         folder, positions = prefixes.folders[number], prefixes.stored_positions[number]
         heads = prefixes.stored_heads[number]
-        rows = open_rows(folder, len(positions), self.texts.dtype)
+        rows = open_rows(folder, len(positions), self.texts.dtype, kept)
+        if self._scattered:
+            read_scattered(rows)
+            read_scattered(positions)
         self._mapped += [rows, positions, heads]
         return [
             prefixes.rows[number],
@@ -113,7 +129,7 @@ class MappedFiles:
         files = split.tokens, split.lengths, split.document_offsets
         dtypes: tuple[np.dtype, ...] = (self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64))
         shapes: tuple[tuple[int, ...], ...] = ((m,), (), ())
-        arrays = [file.shard(shard) for file in files]
+        arrays = [file.scattered(shard) if self._scattered else file.shard(shard) for file in files]
         for file, array, dtype, shape in zip(files, arrays, dtypes, shapes, strict=True):
             check_array(file.paths[shard], array, dtype, shape, 0)
         self._mapped += arrays

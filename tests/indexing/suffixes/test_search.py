@@ -20,6 +20,7 @@ from indexing.suffixes.order import (
 from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
 from indexing.suffixes.votes import KEPT, SAMPLED, SHARES
 from tests.conftest import build_local, tiny_config, write_corpus
+from tests.indexing.store.test_sharded_array import map_entries
 from tests.indexing.suffixes.whole_search import (
     appended,
     assert_equal_to_a_search_through_the_text,
@@ -221,6 +222,24 @@ def test_a_text_is_opened_when_a_search_needs_it(datastore: Datastore, monkeypat
     for chunk in (0, len(tokens) - 1):
         index.longest_match(tokens.read(chunk, chunk + 1)[0, :20].tolist())
     assert 1 <= len(opened) == len(set(opened)) <= len(datastore.train.chunk_rows)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show its advice for maps")
+@pytest.mark.parametrize(("memory", "scattered"), [(1, True), (1 << 40, False)])
+def test_an_order_beyond_half_of_the_memory_is_read_without_its_surroundings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, scattered: bool
+) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    build_local(config, only="chunk")
+    split = build_local(config, only="suffixes").train
+    monkeypatch.setattr(mapped_files, "usable_memory", lambda: memory)
+    index = SuffixIndex(split)
+    tokens = split.tokens.read(0, 1)[0, :20].tolist()
+    assert index.longest_match(tokens).length == len(tokens)
+    (folder,) = (split.folder / FOLDER).glob("*-*")
+    for file in (folder / "rows.npy", folder / "positions.npy", split.tokens.paths[0]):
+        flags = [each.partition("VmFlags:")[2].split("\n")[0].split() for each in map_entries(file)]
+        assert any("rr" in each for each in flags) == scattered, file  # MADV_RANDOM
 
 
 def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(
