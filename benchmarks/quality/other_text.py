@@ -51,8 +51,10 @@ def questions(file: Path, count: int) -> list[str]:
 
 
 def beginnings(datastore: Datastore, count: int) -> list[np.ndarray]:
-    """The first tokens of held-out documents."""
+    """The first tokens of held-out documents, if there are some."""
     split, m = datastore.valid, datastore.chunk_length
+    if not split.num_documents:
+        return []
     chosen = np.random.default_rng(0).permutation(split.num_documents)[:count]
     chunks = split.chunk_ranges(np.sort(chosen))[:, :1] + np.arange(-(-BEGINNING // m))
     tokens = split.tokens.gather(chunks.ravel()).reshape(len(chosen), -1)[:, :BEGINNING]
@@ -136,7 +138,7 @@ def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
         "beginnings": beginnings(model.retriever.datastore, options.prompts),
     }
     answers = {}
-    for kind, tokens in prompts.items():
+    for kind, tokens in ((kind, tokens) for kind, tokens in prompts.items() if tokens):
         answers[kind] = compared(model, tokens)
         say(f"{file.stem}: {kind}: {answers[kind]}")
     return {"texts": texts, "answers": answers}

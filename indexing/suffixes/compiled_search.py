@@ -30,6 +30,7 @@ A row is a prefix: its place in an order. A position is that of a token in a spl
 array of token ids, backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
 """
 
+import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,11 @@ _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLU
 _FIRST_ROW, _NUM_ROWS, _ROWS, _ALL_ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(
     np.int64, range(PART_COLUMNS)
 )
+
+
+_MADVISE = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp, types.intc))
+_WILL_NEED, _PAGE = np.int32(mmap.MADV_WILLNEED), np.int64(mmap.PAGESIZE)
+_DRAWN_FROM = np.int64(SAMPLED * FAN_OUT)  # of more rows, those of a higher level are read
 
 
 class NotOpen(Exception):
@@ -867,6 +873,7 @@ def deepest(part: int, first: int, stop: int, text: np.ndarray, size: int, files
     """
     table, compared = _table(part, files), min(size, LONGEST_SHARED)
     best, best_followed, followed, skipped = first, 0, 0, LONGEST_SHARED
+    _read_ahead(part, first, stop, files)
     for row in range(first + 1, stop):
         stored: Any = np.int64(table[row, -1])
         depth = stored >> TOKEN_BITS
@@ -879,6 +886,16 @@ def deepest(part: int, first: int, stop: int, text: np.ndarray, size: int, files
             followed |= 1 << depth
             best, best_followed, skipped = row, followed, LONGEST_SHARED
     return best, best_followed
+
+
+@compiled
+def _read_ahead(part: int, first: int, stop: int, files: Files) -> None:
+    """Read the rows [first, stop) of a part, and those around them of which occurrences are drawn, in one go, as far as
+    they are not in memory."""
+    row_bytes, rows = 2 * files.columns, _of_part(part, _ROWS, files)
+    low, high = max(_NONE, first - _DRAWN_FROM), min(_of_part(part, _NUM_ROWS, files), stop + _DRAWN_FROM)
+    begin = (rows + low * row_bytes) // _PAGE * _PAGE
+    _MADVISE(begin, rows + high * row_bytes - begin, _WILL_NEED)
 
 
 @compiled

@@ -10,7 +10,7 @@ from indexing.machine import usable_memory
 from indexing.store.artifact import damaged
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import check_array
-from indexing.store.sharded_array import read_scattered
+from indexing.store.sharded_array import fetch, read_scattered
 from indexing.suffixes import order
 from indexing.suffixes.compiled_search import (
     PART_COLUMNS,
@@ -37,7 +37,8 @@ evenly."""
 class MappedFiles:
     """Some orders, whose files are memory-mapped.
 
-    If orders and texts do not fit into half of the memory, the kernel reads no pages around a missing one.
+    The kernel reads no pages around a missing one: a search needs a few places far apart, and some disks read megabytes
+    around each.
 
     Attributes:
         texts: of their documents.
@@ -51,12 +52,8 @@ class MappedFiles:
         self._damaged = np.zeros(1, np.int64)
         self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
         self._shards[:, 0] = texts.starts
-        num_rows = sum(map(len, orders))
-        row_bytes = num_rows * (texts.dtype.itemsize + 2)
-        position_bytes = sum(stored.nbytes for prefixes in orders for stored in prefixes.stored_positions)
-        text_bytes, memory = num_rows * self._token_dtype.itemsize, usable_memory()
-        self._scattered = row_bytes + position_bytes + text_bytes > memory / 2
-        kept = 1 if row_bytes / FAN_OUT <= _KEPT * memory else 2
+        row_bytes = sum(map(len, orders)) * (texts.dtype.itemsize + 2)
+        kept = 1 if row_bytes / FAN_OUT <= _KEPT * usable_memory() else 2
         rows = [[self._part(prefixes, number, kept) for number in range(len(prefixes.folders))] for prefixes in orders]
         self._folders = [folder for prefixes in orders for folder in prefixes.folders]
         parts = np.array([part for own in rows for part in own], np.int64).reshape(-1, PART_COLUMNS)
@@ -105,9 +102,8 @@ class MappedFiles:
         folder, positions = prefixes.folders[number], prefixes.stored_positions[number]
         heads = prefixes.stored_heads[number]
         rows = open_rows(folder, len(positions), self.texts.dtype, kept)
-        if self._scattered:
-            read_scattered(rows)
-            read_scattered(positions)
+        read_scattered(rows)
+        read_scattered(positions)
         self._mapped += [rows, positions, heads]
         return [
             prefixes.rows[number],
@@ -129,9 +125,10 @@ class MappedFiles:
         files = split.tokens, split.lengths, split.document_offsets
         dtypes: tuple[np.dtype, ...] = (self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64))
         shapes: tuple[tuple[int, ...], ...] = ((m,), (), ())
-        arrays = [file.scattered(shard) if self._scattered else file.shard(shard) for file in files]
+        arrays = [split.tokens.scattered(shard), split.lengths.shard(shard), split.document_offsets.shard(shard)]
         for file, array, dtype, shape in zip(files, arrays, dtypes, shapes, strict=True):
             check_array(file.paths[shard], array, dtype, shape, 0)
+        fetch(arrays[2])  # small, and every text that is longer than a chunk needs it
         self._mapped += arrays
         # The address of the tokens comes last: other threads take it for the sign that all are there.
         self._shards[shard, 2:] = arrays[1].ctypes.data, arrays[2].ctypes.data, len(arrays[2]) - 1

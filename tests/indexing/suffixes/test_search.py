@@ -225,21 +225,14 @@ def test_a_text_is_opened_when_a_search_needs_it(datastore: Datastore, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show its advice for maps")
-@pytest.mark.parametrize(("memory", "scattered"), [(1, True), (1 << 40, False)])
-def test_an_order_beyond_half_of_the_memory_is_read_without_its_surroundings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, scattered: bool
-) -> None:
-    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
-    build_local(config, only="chunk")
-    split = build_local(config, only="suffixes").train
-    monkeypatch.setattr(mapped_files, "usable_memory", lambda: memory)
-    index = SuffixIndex(split)
-    tokens = split.tokens.read(0, 1)[0, :20].tolist()
+def test_an_order_and_its_texts_are_read_without_their_surroundings(datastore: Datastore) -> None:
+    index = SuffixIndex(datastore.train)
+    tokens = datastore.train.tokens.read(0, 1)[0, :20].tolist()
     assert index.longest_match(tokens).length == len(tokens)
-    (folder,) = (split.folder / FOLDER).glob("*-*")
-    for file in (folder / "rows.npy", folder / "positions.npy", split.tokens.paths[0]):
+    folder = next((datastore.folder / FOLDER).glob("*-*"))
+    for file in (folder / "rows.npy", folder / "positions.npy", datastore.train.tokens.paths[0]):
         flags = [each.partition("VmFlags:")[2].split("\n")[0].split() for each in map_entries(file)]
-        assert any("rr" in each for each in flags) == scattered, file  # MADV_RANDOM
+        assert any("rr" in each for each in flags), file  # MADV_RANDOM
 
 
 def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(
