@@ -67,7 +67,7 @@ STAGES = {
     "votes": ("votes, held-out documents", "votes", "votes, collect"),
 }
 """Stages, and the steps of the plan in each."""
-_QUERIES, _COLD_TOKENS = 1000, 50
+_QUERIES, _COLD_TOKENS, _COLD_TEXT = 1000, 50, 1024
 _READ_AHEAD = 1.0
 """Seconds after the index is opened, in which the kernel reads its heads and upper levels."""
 _APPENDED = 0.01  # share of the text
@@ -227,7 +227,7 @@ def query_times(folder: Path) -> dict[str, float]:
 
 def token_times(folder: Path) -> dict[str, float]:
     """What a token of a generation costs to copy from the whole datastore: CPU microseconds with the files in memory;
-    milliseconds, and reads of the disk, with nothing of them in memory."""
+    milliseconds, and reads of the disk, with nothing of them in memory; and seconds for all tokens of a text then."""
     texts = held_out_texts(Datastore.open(folder), 2 * _QUERIES)
     index, times = SuffixIndex.open(folder), []
     for text in texts:
@@ -245,7 +245,17 @@ def token_times(folder: Path) -> dict[str, float]:
         index.votes(text, len(text) - 1)
         cold.append(1e3 * (time.perf_counter() - started))
         reads.append(resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults)
+    del index
+    gc.collect()
+    forget(folder)
+    index = SuffixIndex.open(folder)
+    time.sleep(_READ_AHEAD)
+    whole = np.concatenate(texts)[:_COLD_TEXT].astype(np.int64)
+    started = time.perf_counter()
+    index.votes(whole)
     return {
+        "cold_text_tokens": len(whole),
+        "cold_text_s": time.perf_counter() - started,
         "tokens": sum(Datastore.open(folder).manifest["splits"]["train"]["tokens"]),
         "p50_us": statistics.median(times[len(times) // 2 :]),
         "cold_p50_ms": statistics.median(cold),
