@@ -51,7 +51,7 @@ class Trust:
         """A sentence for people."""
         begin = f"Trust in retrieval is {self.share:.2f} after a prompt of {self.prompt_tokens:,} tokens"
         if self.low_because == "short prompt":
-            return f"{begin}, since it is short: trust begins with {PRIOR}, and text that occurs in the datastore raises it."
+            return f"{begin}, since it is short: trust begins low, and text that occurs in the datastore raises it."
         if self.low_because:
             return f"{begin}, since copying would have gained little in it."
         return f"{begin}."
