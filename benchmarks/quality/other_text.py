@@ -138,7 +138,9 @@ def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
         "beginnings": beginnings(model.retriever.datastore, options.prompts),
     }
     answers = {}
-    for kind, tokens in ((kind, tokens) for kind, tokens in prompts.items() if tokens):
+    for kind, tokens in prompts.items():
+        if not tokens:
+            continue
         answers[kind] = compared(model, tokens)
         say(f"{file.stem}: {kind}: {answers[kind]}")
     return {"texts": texts, "answers": answers}

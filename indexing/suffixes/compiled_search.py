@@ -890,8 +890,8 @@ def deepest(part: int, first: int, stop: int, text: np.ndarray, size: int, files
 
 @compiled
 def _read_ahead(part: int, first: int, stop: int, files: Files) -> None:
-    """Read the rows [first, stop) of a part, and those around them of which occurrences are drawn, in one go, as far as
-    they are not in memory."""
+    """Ask the kernel once for all rows of a part that a search will read: the rows [first, stop), and those around
+    them from which occurrences are drawn."""
     row_bytes, rows = 2 * files.columns, _of_part(part, _ROWS, files)
     low, high = max(_NONE, first - _DRAWN_FROM), min(_of_part(part, _NUM_ROWS, files), stop + _DRAWN_FROM)
     begin = (rows + low * row_bytes) // _PAGE * _PAGE

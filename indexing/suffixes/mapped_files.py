@@ -10,7 +10,7 @@ from indexing.machine import usable_memory
 from indexing.store.artifact import damaged
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import check_array
-from indexing.store.sharded_array import fetch, read_scattered
+from indexing.store.sharded_array import read_scattered
 from indexing.suffixes import order
 from indexing.suffixes.compiled_search import (
     PART_COLUMNS,
@@ -27,8 +27,8 @@ from indexing.suffixes.texts import Texts
 ADJACENT = 4096
 """Rows among which the one that shares most with a text is found without reading other texts. Each halving of more
 rows reads the disk twice; these are 16 to 32 KiB in a row."""
-_KEPT = 1 / 16
-"""Share of the memory that every 32nd row of all parts may take. If it is more, every 1024th is read ahead."""
+_READ_AHEAD = 1 / 16
+"""Share of the memory that every 32nd row of all parts may take. If it is more, every 1,024th row is read ahead."""
 LOOKED_AT = 8
 """If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread
 evenly."""
@@ -37,24 +37,30 @@ evenly."""
 class MappedFiles:
     """Some orders, whose files are memory-mapped.
 
-    The kernel reads no pages around a missing one: a search needs a few places far apart, and some disks read megabytes
-    around each.
-
     Attributes:
         texts: of their documents.
         orders: the orders.
         files: their addresses.
     """
 
-    def __init__(self, texts: Texts, orders: Sequence[Prefixes]) -> None:
+    def __init__(self, texts: Texts, orders: Sequence[Prefixes], scattered: bool = False) -> None:
+        """Open some orders.
+
+        Args:
+            texts: of their documents.
+            orders: the orders.
+            scattered: searches follow no order, so no pages around what is needed are read. Some disks read megabytes
+                around each.
+        """
+        self._scattered = scattered
         self.texts, self.orders, self._mapped = texts, orders, list[np.ndarray]()
         self._token_dtype = np.dtype(np.uint16 if texts.split.tokens.dtype.itemsize == 2 else np.uint32)
         self._damaged = np.zeros(1, np.int64)
         self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
         self._shards[:, 0] = texts.starts
         row_bytes = sum(map(len, orders)) * (texts.dtype.itemsize + 2)
-        kept = 1 if row_bytes / FAN_OUT <= _KEPT * usable_memory() else 2
-        rows = [[self._part(prefixes, number, kept) for number in range(len(prefixes.folders))] for prefixes in orders]
+        level = 1 if row_bytes / FAN_OUT <= _READ_AHEAD * usable_memory() else 2
+        rows = [[self._part(prefixes, number, level) for number in range(len(prefixes.folders))] for prefixes in orders]
         self._folders = [folder for prefixes in orders for folder in prefixes.folders]
         parts = np.array([part for own in rows for part in own], np.int64).reshape(-1, PART_COLUMNS)
         first_parts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
@@ -97,13 +103,15 @@ class MappedFiles:
                 folder = self.texts.split.tokens.paths[self._damaged[0]].parent
                 raise damaged(folder, f"{folder} has content that no build writes") from error
 
-    def _part(self, prefixes: Prefixes, number: int, kept: int) -> list[int]:
+    def _part(self, prefixes: Prefixes, number: int, level: int) -> list[int]:
         """The row of `Files.parts` of a part of an order, whose rows are read ahead from a level on."""
         folder, positions = prefixes.folders[number], prefixes.stored_positions[number]
         heads = prefixes.stored_heads[number]
-        rows = open_rows(folder, len(positions), self.texts.dtype, kept)
-        read_scattered(rows)
-        read_scattered(positions)
+        rows = open_rows(folder, len(positions), self.texts.dtype, level)
+        if self._scattered:
+            positions = order.open_array(folder / "positions.npy")  # a map of its own: others read it in sequence
+            read_scattered(rows)
+            read_scattered(positions)
         self._mapped += [rows, positions, heads]
         return [
             prefixes.rows[number],
@@ -125,10 +133,11 @@ class MappedFiles:
         files = split.tokens, split.lengths, split.document_offsets
         dtypes: tuple[np.dtype, ...] = (self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64))
         shapes: tuple[tuple[int, ...], ...] = ((m,), (), ())
-        arrays = [split.tokens.scattered(shard), split.lengths.shard(shard), split.document_offsets.shard(shard)]
+        arrays = [file.shard(shard) for file in files]
+        if self._scattered:
+            arrays[0] = split.tokens.scattered(shard)
         for file, array, dtype, shape in zip(files, arrays, dtypes, shapes, strict=True):
             check_array(file.paths[shard], array, dtype, shape, 0)
-        fetch(arrays[2])  # small, and every text that is longer than a chunk needs it
         self._mapped += arrays
         # The address of the tokens comes last: other threads take it for the sign that all are there.
         self._shards[shard, 2:] = arrays[1].ctypes.data, arrays[2].ctypes.data, len(arrays[2]) - 1

@@ -53,14 +53,14 @@ def spread(count: int, most: int) -> np.ndarray:
     return np.arange(chosen) * count // max(1, chosen)
 
 
-def open_rows(folder: Path, count: int, token_dtype: np.dtype, kept: int = 1) -> np.ndarray:
-    """The rows of all levels of a part, memory-mapped. All but the lowest ones are read ahead.
+def open_rows(folder: Path, count: int, token_dtype: np.dtype, level: int = 1) -> np.ndarray:
+    """The rows of all levels of a part, memory-mapped. All but the first levels are read ahead.
 
     Args:
         folder: of the part.
         count: its prefixes.
         token_dtype: of a token plus 1.
-        kept: the first level that is read ahead: 1 has a 32nd of the rows.
+        level: the first one that is read ahead; 1 has a 32nd of the rows.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -69,7 +69,7 @@ def open_rows(folder: Path, count: int, token_dtype: np.dtype, kept: int = 1) ->
     while levels[-1] > FAN_OUT:
         levels.append(-(-levels[-1] // FAN_OUT))
     check_array(folder / _FILE, opened, np.uint16, (_columns(token_dtype),), sum(levels))
-    fetch(opened, sum(levels[:kept]))
+    fetch(opened, sum(levels[:level]))
     return opened
 
 

@@ -97,7 +97,7 @@ class SuffixIndex:
         from indexing.suffixes import compiled_search  # numba, which takes half a second
         from indexing.suffixes.mapped_files import MappedFiles
 
-        self._loops, self._files = compiled_search, MappedFiles(self._texts, orders)
+        self._loops, self._files = compiled_search, MappedFiles(self._texts, orders, scattered=True)
 
     @classmethod
     def open(cls, folder: Path) -> "SuffixIndex":

@@ -138,9 +138,9 @@ RETRIEVAL = _of_retrieval()
 """The switch of models whose context, if they have one, was trained with them."""
 ALL_SOURCES = _of_all_sources()
 """The switch of models to which a context was added. Strengths of the context are followed in the same way with and
-without retrieval, so without it the sums of experts with the same strength are a switch of the context alone. ON keeps
-at least 1 - `RETRIEVES` of the trust of each begin of copying for this switch, and loses `CHANGES` of it with a token, so
-no text costs much more than OFF, whatever retrieval votes for.
+without retrieval, so without it the sums of experts with the same strength are a switch of the context alone. With
+retrieval, 1 - `RETRIEVES` of the trust that begins to copy stays in that switch, and all but `CHANGES` of it after each
+token. So no text costs much more than OFF, whatever retrieval votes for.
 
 Some copy less from the context, with retrieval OFF too: its network was fitted to text of smaller models, which need it
 more."""

@@ -55,7 +55,7 @@ def guard_reads(at_end: list[bool]) -> None:
     open_rows, open_array, shard = mapped_files.open_rows, order.open_array, ShardedArray.shard
     mapped_files.open_rows = lambda *arguments: guarded(open_rows(*arguments), at_end=at_end[0])
     order.open_array = lambda path: guarded(open_array(path), at_end=at_end[0])
-    order.fetch = mapped_files.fetch = mapped_files.read_scattered = lambda *_: None
+    order.fetch = mapped_files.read_scattered = lambda *_: None
     ShardedArray.shard = lambda self, number: guarded(shard(self, number), at_end=at_end[0])
     ShardedArray.scattered = ShardedArray.shard
     for module in (ngram_search, shared_tokens):
